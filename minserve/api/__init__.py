@@ -1,0 +1,1 @@
+"""HTTP in, HTTP out: routes, request checks, streams. Imports no torch."""

@@ -1,0 +1,63 @@
+"""The configuration: frozen, validated once, complete before anything is built from it.
+
+Owns: every setting of the server and of the engine, with its default and its bounds.
+Does not know: argv (cli parses), model files (the caller resolves them first).
+`EngineConfig` is also the first message that the engine process receives.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+BLOCK_SIZE = 16
+"""Tokens in a block: the unit of the KV cache. Fixed, because kernels, digests and host layout are built on it."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the engine is built from.
+
+    model_path: a local folder with config.json and safetensors (a hub name has been resolved by then).
+    token_id_ranges: half-open ranges of the logits' columns that are real tokens; others are never sampled.
+        Empty: all of them.
+    kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
+    max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
+    run_ahead: steps that are planned before the tokens of the last one are known (0 or 1).
+    """
+
+    model_path: str
+    load_format: Literal["auto", "dummy"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    rope_scaling: dict[str, Any] | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    token_id_ranges: tuple[tuple[int, int], ...] = ()
+    seed: int = 0
+    run_ahead: Literal[0, 1] = 1
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the API process is built from.
+
+    served_model_names: the names that clients may use; the first is the one that answers carry.
+    chat_template: the template's text, in place of the model's own.
+    shutdown_timeout_s: how long SIGTERM lets running requests finish.
+    """
+
+    model_path: str
+    tokenizer_path: str
+    served_model_names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    chat_template: str | None = None
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    max_num_waiting: int = 1024
+    shutdown_timeout_s: float = 30.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -1,0 +1,66 @@
+"""One exception tree. Users' mistakes are typed here; our own bugs are `assert`s.
+
+Owns: the exceptions that cross room boundaries and what an HTTP client is told of each.
+Does not know: HTTP itself; `api` turns a `RequestError` into a response.
+"""
+
+
+class MinserveError(Exception):
+    """Base of everything that minserve raises on purpose."""
+
+
+class ConfigError(MinserveError):
+    """A flag, a configuration file or a model folder cannot be served. The command prints it and exits with 2."""
+
+
+class WeightsError(ConfigError):
+    """Model files are missing, left over, malformed or outside their folder."""
+
+
+class RequestError(MinserveError):
+    """A request cannot be served as it is: bad input, unknown model, no room.
+
+    status: the HTTP status. param: the field at fault, if one is. code: a machine-readable word.
+    """
+
+    status = 400
+    error_type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class AuthenticationError(RequestError):
+    """No API key, or a wrong one."""
+
+    status = 401
+    error_type = "authentication_error"
+
+
+class NotFoundError(RequestError):
+    """An unknown route or model."""
+
+    status = 404
+    error_type = "not_found_error"
+
+
+class OverloadedError(RequestError):
+    """The server is full, draining or not ready: try again after `retry_after_s` seconds."""
+
+    status = 503
+    error_type = "overloaded_error"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(MinserveError):
+    """A request that had been accepted could not be finished: the engine failed on it, died or froze."""
+
+
+class EngineDeadError(EngineError):
+    """The engine process is gone; nothing more will be served."""

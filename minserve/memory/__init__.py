@@ -1,0 +1,1 @@
+"""Who holds which page: the mechanism, without policy."""

@@ -1,0 +1,150 @@
+"""The messages between the API process and the engine process: msgspec Structs, msgpack on the wire, never pickle.
+
+Owns: what a request is on its way to the engine, and what comes back.
+Does not know: sockets (engine.client, engine.process), text (the engine sees token ids only), HTTP.
+
+Every `Submit` is answered by any number of `Delta`s, of which exactly the last one carries a `finish_reason`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+"""A longer frame is a bug or an attack: the reader refuses it."""
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are chosen. Already checked and complete: the engine trusts it.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off.
+    seed keys the Gumbel noise together with the position, so that a text depends on its request alone.
+    logprobs: how many alternatives to report for each generated token (0: the sampled token's own); None: none.
+    prompt_logprobs: the same for each prompt token but the first.
+    stop_token_ids end the text with reason "stop", as the model's own end tokens do unless ignore_eos.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position, from the model's own distribution (before temperature and filters).
+
+    logprob and rank belong to token_id; rank 1 is the most likely token. top: (token id, logprob), best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A request. cache_salt separates the prefix caches of tenants that must not see each other's timing."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop a request. If it is still alive it ends with finish_reason "abort"; otherwise nothing happens."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Abort what is left, answer each request, and exit with 0."""
+
+
+class Delta(msgspec.Struct, kw_only=True, tag="delta", omit_defaults=True):
+    """New tokens of one request.
+
+    logprobs has one entry for each of token_ids when they were asked for.
+    prompt_logprobs comes once, with the first delta: one entry a prompt token, None for the first.
+    cached_tokens: prompt tokens whose KV was found in the prefix cache (in the first delta and in the last).
+    stop_token_id: which token ended the text, if one did (it is in token_ids too).
+    error: the reason, with finish_reason "error".
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    cached_tokens: int | None = None
+    error: str | None = None
+
+
+class Stats(msgspec.Struct, kw_only=True):
+    """Gauges as of now, and counters since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_pages_used: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """What one step produced. An empty one is the heartbeat of an idle engine."""
+
+    deltas: list[Delta]
+    stats: Stats
+
+
+class Starting(msgspec.Struct, frozen=True, tag="starting"):
+    """A line for the user while the engine loads."""
+
+    message: str
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine serves from now on; what it turned out to be.
+
+    vocab_size is the width of the logits; token ids of prompts and options must be below it.
+    """
+
+    architecture: str
+    device: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    num_pages: int
+    kv_cache_bytes: int
+    weights_bytes: int
+    max_num_seqs: int
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine cannot start or go on; it exits after this. config: the user can mend it (exit code 2)."""
+
+    message: str
+    config: bool = False
+
+
+ToEngine = Submit | Abort | Shutdown
+FromEngine = Outputs | Starting | Ready | Fatal

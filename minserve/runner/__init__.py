@@ -1,0 +1,1 @@
+"""A step plan in, tokens out: the only room that runs the model."""

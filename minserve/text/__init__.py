@@ -1,0 +1,1 @@
+"""Between text and token ids: templates, tokenizers, stop strings, tool calls. Imports no torch."""
