@@ -63,5 +63,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _disk_message(folder: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full: {folder} could not be written; free some space, or set XDG_CACHE_HOME to another disk"
+        return (
+            f"the disk is full: {folder} could not be written; free some space, or set XDG_CACHE_HOME to another disk"
+        )
     return f"{folder} could not be written: {error}; XDG_CACHE_HOME chooses another cache folder"

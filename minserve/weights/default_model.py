@@ -103,7 +103,9 @@ def check_sha256(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        raise WeightsError(f"{path.name} has the sha256 {found}, expected {expected}: the download is damaged or forged")
+        raise WeightsError(
+            f"{path.name} has the sha256 {found}, expected {expected}: the download is damaged or forged"
+        )
 
 
 def _offline_message(reason: str) -> str:

@@ -29,14 +29,18 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         raise ConfigError(f"{file.path}: general.architecture is {arch!r}; supported are {allowed}")
     for name in _REFUSED_IF_SET:
         if file.metadata.get(f"{arch}.{name}"):
-            raise ConfigError(f"{file.path}: {arch}.{name} is {file.metadata[f'{arch}.{name}']!r}, which is not supported")
+            raise ConfigError(
+                f"{file.path}: {arch}.{name} is {file.metadata[f'{arch}.{name}']!r}, which is not supported"
+            )
     hidden_size = _positive(file, f"{arch}.embedding_length")
     num_heads = _positive(file, f"{arch}.attention.head_count")
     head_dim = _positive(file, f"{arch}.attention.key_length", hidden_size // num_heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         value = _positive(file, f"{arch}.{name}", head_dim)
         if value != head_dim:
-            raise ConfigError(f"{file.path}: {arch}.{name} is {value}; only the head dimension, {head_dim}, is supported")
+            raise ConfigError(
+                f"{file.path}: {arch}.{name} is {value}; only the head dimension, {head_dim}, is supported"
+            )
     if head_dim % 2:
         raise WeightsError(f"{file.path}: the head dimension is {head_dim}, which is odd")
     config = {

@@ -59,7 +59,7 @@ class GGUFFile:
             data = np.memmap(path, mode="r", dtype=np.uint8)
         except (OSError, ValueError) as error:
             raise WeightsError(f"{path} cannot be read: {error}") from error
-        cursor = _Cursor(path, memoryview(data))
+        cursor = _Cursor(path, data.data)
         num_tensors, num_keys = _read_preamble(cursor)
         self.metadata: dict[str, Any] = {}
         for _ in range(num_keys):
@@ -155,7 +155,7 @@ class _Cursor:
         if kind == _FLOAT32:
             # The shortest decimal of the same float32: a config shall say 1e-05, not 9.999999747378752e-06.
             return [float(str(value)) for value in values]
-        return values.tolist()
+        return list(values.tolist())
 
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:

@@ -67,7 +67,9 @@ class GGUFTokenizer:
         self._file = file
         model = file.require("tokenizer.ggml.model", str)
         if model != "gpt2":
-            raise ConfigError(f"{file.path}: tokenizer.ggml.model is {model!r}; only byte-level BPE ('gpt2') is supported")
+            raise ConfigError(
+                f"{file.path}: tokenizer.ggml.model is {model!r}; only byte-level BPE ('gpt2') is supported"
+            )
         scheme_name = file.require("tokenizer.ggml.pre", str)
         if scheme_name not in _SCHEMES:
             allowed = ", ".join(_SCHEMES)
