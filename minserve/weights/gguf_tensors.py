@@ -45,7 +45,7 @@ _NOT_WEIGHTS = frozenset(["rope_freqs.weight"])
 
 
 def pending_tensors(file: GGUFFile, config: dict[str, Any]) -> list[PendingTensor]:
-    """The weights that `config`, in Hugging Face's words, calls for; WeightsError names what is missing or left over."""
+    """The weights that `config`, a config.json, calls for; WeightsError names what is missing or left over."""
     names = _names(config)
     missing = sorted(names.keys() - file.tensors.keys())
     left_over = sorted(file.tensors.keys() - names.keys() - _NOT_WEIGHTS)
