@@ -36,7 +36,9 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
 class Metrics:
     """The metrics of one server. model_name labels every series, as in vLLM."""
 
-    def __init__(self, model_name: str, stats: Callable[[], Stats], clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, model_name: str, stats: Callable[[], Stats], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.registry = CollectorRegistry()
         self.clock = clock
         self.registry.register(_EngineCollector(model_name, stats))

@@ -16,7 +16,9 @@ from minserve.errors import RequestError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+# msgspec says: "Expected `int`, got `str` - at `$.n`", "Object missing required field `role` - at `$.messages[0]`".
 _PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+_NAMED_FIELD = re.compile(r"^Object (contains|missing) (?P<what>unknown|required) field `(?P<name>.*)`$", re.DOTALL)
 
 
 class UnsupportedMediaTypeError(RequestError):
@@ -60,16 +62,18 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def convert(fields: dict[str, Any], kind: type[T]) -> T:
-    """fields as a `kind`; a wrong type becomes a RequestError that names the field."""
+def convert(fields: dict[str, Any], kind: type[T], where: str = "") -> T:
+    """fields as a `kind`; what does not fit becomes a RequestError that names the field. where: the path to fields."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         match = _PATH.match(str(error))
-        if match is None or not match["path"]:
-            raise RequestError(str(error)) from None
-        what = match["what"][:1].lower() + match["what"][1:]
-        raise RequestError(f"{match['path']}: {what}", param=match["path"]) from None
+        what, path = (match["what"], match["path"]) if match else (str(error), "")
+        named = _NAMED_FIELD.search(what)
+        names = [where, path, named["name"] if named else ""]
+        param = ".".join(name for name in names if name) or None
+        what = f"{named['what']} field" if named else what[:1].lower() + what[1:]
+        raise RequestError(f"{param}: {what}" if param else what, param=param) from None
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from None
 
@@ -77,8 +81,8 @@ def convert(fields: dict[str, Any], kind: type[T]) -> T:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in unique if keys.count(key) > 1)
         raise ValueError(f"the key {json.dumps(repeated)} is given twice")
     return unique
 

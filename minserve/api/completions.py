@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -101,9 +102,7 @@ async def _prepare(
             info=info,
             defaults=service.tokenizer.sampling_defaults,
         )
-        echo = await service.off_loop(
-            len(token_ids), lambda text=prompt, ids=token_ids: Echo.of(service.tokenizer, request, text, ids)
-        )
+        echo = await service.off_loop(len(token_ids), partial(Echo.of, service.tokenizer, request, prompt, token_ids))
         echoes += [echo] * request.n
         choices += make_choices(service, request, token_ids, params, answer_id, first_index=len(choices))
     return CompletionAnswer(service, request, answer_id, model, choices, echoes)

@@ -43,7 +43,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         headers = {"Retry-After": str(error.retry_after_s)}
         return json_response(error_response(error), status=error.status, headers=headers)
     except RequestError as error:
-        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         return json_response(error_response(error), status=error.status, headers=headers)
     except web.HTTPException as error:
         return _http_error(request, error)

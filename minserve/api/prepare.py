@@ -20,7 +20,7 @@ from minserve.text.detokenizer import Detokenizer
 
 
 async def encode_text(service: Service, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Token ids of a text. Raises RequestError for one that cannot fit the context, before the work if it is obvious."""
+    """Token ids of a text. Raises RequestError, before the work, for one that obviously cannot fit."""
     max_model_len = service.engine.info.max_model_len
     at_least = service.tokenizer.min_tokens_lower_bound(text)
     if at_least >= max_model_len:
@@ -34,18 +34,12 @@ async def encode_chat(
     service: Service, request: ChatRequest | TokenizeRequest, messages: Sequence[Message], *, add_special_tokens: bool
 ) -> list[int]:
     """Token ids of a chat as the model's template writes it."""
-    if not messages:
-        raise RequestError("messages must hold at least one message", param="messages")
-    if request.continue_final_message and request.add_generation_prompt:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
-        )
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not request.continue_final_message
     shown = [_template_message(message, index) for index, message in enumerate(messages)]
     tools = _checked_tools(request)
-    size = sum(len(message["content"]) for message in shown)
+    size = sum(_num_chars(message) for message in messages)
 
     def render() -> str:
         return service.template.render(
@@ -97,10 +91,7 @@ def _checked_tools(request: ChatRequest | TokenizeRequest) -> list[dict[str, Any
     """The tools that the template is shown. With tool_choice "none" it is shown none."""
     for index, tool in enumerate(request.tools):
         where = f"tools[{index}]"
-        try:
-            checked = convert(tool, Tool)
-        except RequestError as error:
-            raise RequestError(f"{where}.{error.message}", param=f"{where}.{error.param}") from None
+        checked = convert(tool, Tool, where)
         if checked.function.strict:
             name = f"{where}.function.strict"
             raise RequestError(f"{name} is not supported: false or absent", param=name, code="unsupported_parameter")
@@ -117,12 +108,18 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": "" if message.content is None else message.content,
     }
-    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
-        if value is not None:
-            shown[name] = value
-    if reasoning is not None:
-        shown["reasoning_content"] = reasoning
     if message.tool_calls:
         shown["tool_calls"] = msgspec.to_builtins(message.tool_calls)
-    return shown
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+        "reasoning": message.reasoning,
+    }
+    return shown | {name: value for name, value in optional.items() if value is not None}
+
+
+def _num_chars(message: Message) -> int:
+    if isinstance(message.content, list):
+        return sum(len(str(part.get("text", ""))) for part in message.content)
+    return len(message.content or "")

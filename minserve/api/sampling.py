@@ -1,6 +1,6 @@
 """From a checked request to the engine's SamplingParams: the limits that depend on the model, and the defaults.
 
-Owns: vocabulary and context limits, the order of defaults (request, the model's generation_config.json, OpenAI's), seeds.
+Owns: vocabulary and context limits, seeds, the order of defaults: request, generation_config.json, OpenAI's.
 Does not know: HTTP, text.
 """
 

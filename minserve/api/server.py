@@ -3,8 +3,8 @@
 Owns: the listening socket, the order and the time limits of a stop, the exit code.
 Does not know: routes, argv, how the engine works.
 
-A stop, in order: no new work (/ready is 503), running requests finish within shutdown_timeout_s, the engine ends what is
-left (each gets an error event), connections close. A second request to stop skips the wait.
+A stop, in order: no new work (/ready is 503), running requests finish within shutdown_timeout_s, the engine ends what
+is left (each gets an error event), connections close. A second request to stop skips the wait.
 """
 
 import asyncio
