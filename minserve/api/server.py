@@ -95,11 +95,14 @@ class Server:
             await _first(died, self._stop.wait())
             if not died.done():
                 await self._drain(died)
+            exit_code = EXIT_OK
             if died.done():
                 logger.error("the engine has died: %s", died.result())
-                await _first(self._service.wait_idle(), timeout_s=SETTLE_S)
-                return EXIT_ENGINE_DIED
-            return EXIT_OK
+                exit_code = EXIT_ENGINE_DIED
+            await engine.stop(0.0 if died.done() or self._hurry.is_set() else ENGINE_STOP_S)
+            # For the last events of the streams that were still open.
+            await _first(self._service.wait_idle(), timeout_s=SETTLE_S)
+            return exit_code
         finally:
             died.cancel()
             await self._close()
@@ -108,17 +111,12 @@ class Server:
         timeout_s = self._service.config.shutdown_timeout_s
         logger.info("stopping: running requests have %g s to finish; once more to stop at once", timeout_s)
         await _first(died, self._hurry.wait(), self._service.wait_idle(), timeout_s=timeout_s)
-        if not died.done():
-            died.cancel()
-            await self._service.engine.stop(0.0 if self._hurry.is_set() else ENGINE_STOP_S)
-        await _first(self._service.wait_idle(), timeout_s=SETTLE_S)
 
     async def _close(self) -> None:
         if self._activity is not None:
             self._activity.cancel()
         await self._runner.cleanup()
         self._service.close()
-        await self._service.engine.stop(0.0)
 
 
 async def _first(*awaitables: Any, timeout_s: float | None = None) -> None:
