@@ -40,23 +40,28 @@ async def launch(
     sock: socket.socket,
 ) -> int:
     """Serve on a bound socket until told to stop; the process's exit code."""
+    loop = asyncio.get_running_loop()
     loading = asyncio.ensure_future(start_engine(engine_config, on_starting=logger.info))
-    _on_signals(loading.cancel)
     try:
+        _on_signals(loop, loading.cancel)
         engine = await loading
+        server = Server(Service(config, engine, tokenizer, template), sock)
+        _on_signals(loop, server.request_stop)
+        await server.start()
+        for line in describe(config, engine.info):
+            logger.info(line)
+        logger.info("ready at %s (OpenAI API under /v1)", address_of(sock))
+        return await server.run()
     except asyncio.CancelledError:
         logger.info("stopped while loading")
         return EXIT_OK
     except EngineDeadError as error:
         logger.error("the engine died while loading: %s", error)
         return EXIT_ENGINE_DIED
-    server = Server(Service(config, engine, tokenizer, template), sock)
-    _on_signals(server.request_stop)
-    await server.start()
-    for line in describe(config, engine.info):
-        logger.info(line)
-    logger.info("ready at %s (OpenAI API under /v1)", address_of(sock))
-    return await server.run()
+    finally:
+        sock.close()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 def describe(config: ServerConfig, info: Ready) -> list[str]:
@@ -71,7 +76,6 @@ def describe(config: ServerConfig, info: Ready) -> list[str]:
     ]
 
 
-def _on_signals(act: Callable[[], object]) -> None:
-    loop = asyncio.get_running_loop()
+def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], object]) -> None:
     for number in SIGNALS:
         loop.add_signal_handler(number, act)

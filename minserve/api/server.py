@@ -105,14 +105,15 @@ class Server:
             return exit_code
         finally:
             died.cancel()
-            await self._close()
+            await self.close()
 
     async def _drain(self, died: "asyncio.Task[str]") -> None:
         timeout_s = self._service.config.shutdown_timeout_s
         logger.info("stopping: running requests have %g s to finish; once more to stop at once", timeout_s)
         await _first(died, self._hurry.wait(), self._service.wait_idle(), timeout_s=timeout_s)
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """End what start() began; run() has done it when it returns."""
         if self._activity is not None:
             self._activity.cancel()
         await self._runner.cleanup()

