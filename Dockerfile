@@ -18,7 +18,7 @@ RUN pip install --index-url "$TORCH_INDEX" "$TORCH"
 WORKDIR /src
 COPY tools/requirements.py tools/requirements.py
 COPY pyproject.toml .
-RUN python tools/requirements.py > /tmp/requirements.txt && pip install -r /tmp/requirements.txt
+RUN python tools/requirements.py > requirements.txt && pip install -r requirements.txt
 
 COPY LICENSE README.md ./
 COPY kernels kernels

@@ -40,7 +40,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 class Build:
-    """One play of a Dockerfile below `root`: the environment and working folder as they stand after each instruction."""
+    """One play of a Dockerfile below `root`: environment and working folder as they stand after each instruction."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -81,7 +81,7 @@ class Build:
             assert keyword in ("FROM", "VOLUME", "EXPOSE"), keyword
 
     def copy(self, sources: list[str], target: str) -> None:
-        """Copy tracked files. A folder's contents go into the target, a file takes the target's name or goes into it."""
+        """Copy tracked files. A folder's contents go into the target; a file takes its name, or goes into "."."""
         for source in sources:
             tracked = subprocess.run(
                 ["git", "ls-files", "-z", "--", source], cwd=ROOT, capture_output=True, text=True, check=True

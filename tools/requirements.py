@@ -1,4 +1,4 @@
-"""Print the dependencies that pyproject.toml names, one a line, for the Dockerfile: it installs them before the code."""
+"""Print the dependencies that pyproject.toml names, one a line: the Dockerfile installs them before the code."""
 
 import tomllib
 from pathlib import Path
