@@ -1,8 +1,8 @@
 # Two commands for a newcomer: `make serve` and `make test`. All that they install is in .venv; `make clean` removes it.
 #
 #   make serve ARGS="--port 9000"                              any flag of `minserve --help`
-#   make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu   torch from another index (first run only)
-#   make test  PYTHON=python3.12                               another interpreter (first run only)
+#   make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu   torch from another index; it stays for later runs
+#   make serve PYTHON=python3.12                               another interpreter, when .venv is made
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,6 +12,7 @@ ARGS ?=
 CHECK_ARGS ?=
 
 BIN := $(VENV)/bin
+TORCH_STAMP := $(VENV)/.torch-$(subst =,_,$(subst :,_,$(subst /,_,$(TORCH)$(TORCH_INDEX))))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 .PHONY: serve test install clean
@@ -45,14 +46,16 @@ $(VENV)/.created:
 	@touch $@
 
 # torch comes first and alone: its index may differ, and a change of pyproject.toml does not download it again.
-$(VENV)/.torch: $(VENV)/.created
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+# An index is named to replace what is there: for pip, 2.13.0+cpu and 2.13.0 are the same release.
+$(TORCH_STAMP): $(VENV)/.created
+	$(PIP) $(if $(TORCH_INDEX),--force-reinstall --index-url $(TORCH_INDEX)) "$(TORCH)"
+	@rm -f $(VENV)/.torch-*
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(TORCH_STAMP) pyproject.toml
 	$(PIP) --quiet --editable .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed-test: $(TORCH_STAMP) pyproject.toml
 	$(PIP) --quiet --editable '.[test]'
 	@touch $(VENV)/.installed $@
