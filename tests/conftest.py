@@ -1,11 +1,7 @@
-"""What all tests share: where modules are found."""
+"""What all tests share."""
 
 import sys
-from pathlib import Path
 
-import minserve
-
-# transformers asks whether a package named `kernels` can be imported, and would be given our folder of that name, which
-# refuses. minserve's own modules are found through its __path__ from here on, so the root can leave the search path.
-ROOT = Path(minserve.__file__).resolve().parent.parent
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+# transformers looks for a package named `kernels`, would find our folder of that name, and fail, since that refuses to be
+# imported under a second name. None tells the import system that there is no such module.
+sys.modules["kernels"] = None  # type: ignore[assignment]
