@@ -149,7 +149,7 @@ class Tokenizer:
         return self._pieces.strip_left
 
     def min_tokens_lower_bound(self, text: str) -> int:
-        """At least so many tokens has text: a cheap bound, to refuse what cannot fit before encoding it. 0: no bound."""
+        """At least so many tokens has text: a cheap bound, to refuse what cannot fit unencoded. 0: no bound."""
         limit = self._max_chars_per_token
         if limit is None:
             return 0
