@@ -1,0 +1,219 @@
+"""Messages to a prompt, by the model's own chat template.
+
+Owns: which template counts, what of a request it may see, and that its output is transformers', byte for byte.
+Does not know: token ids, HTTP, what the tools do.
+
+Templates come with the model or from the operator, never from a client. They run in a sandbox (text.sandbox) that keeps
+them from Python's internals; how long they run and how much they write is not limited, but for `range`.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from minserve.errors import ConfigError, RequestError
+from minserve.text.files import read_json_object, read_text
+from minserve.text.sandbox import compile_template
+from minserve.text.tokenizer import read_special_tokens
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""A message's reasoning goes by several names; templates read the first, gpt-oss's the second."""
+
+_RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+"""What a request may not set through chat_template_kwargs: it has fields of its own, or is not for clients."""
+
+
+class ChatTemplate:
+    """A model's chat templates, by name: "default", for some models also "tool_use". None at all for base models."""
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+        """Raises ConfigError for a template that is not Jinja."""
+        self._sources = dict(templates)
+        self._templates = {name: compile_template(name, source) for name, source in templates.items()}
+        self._special_tokens = dict(special_tokens or {})
+
+    @classmethod
+    def from_folder(cls, folder: Path, override: str | None = None) -> "ChatTemplate":
+        """The templates of a model folder; override: the text of one that replaces them all.
+
+        chat_template.jinja (and additional_chat_templates/NAME.jinja) beat "chat_template" in tokenizer_config.json,
+        which is a template or a list of {"name", "template"}.
+        """
+        special_tokens = read_special_tokens(folder)
+        if override is not None:
+            return cls({"default": override}, special_tokens)
+        return cls(_template_files(folder) or _configured_templates(folder), special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt, with the BOS if the template writes one: encode it without adding special tokens.
+
+        messages and tools: plain JSON values, as the client sent them.
+        continue_final_message: the prompt ends with the exact text of the last message, for the model to go on with it.
+        Raises RequestError, naming the field, for what cannot be rendered, and for whatever the template objects to.
+        """
+        kwargs = dict(template_kwargs or {})
+        for name in _RESERVED_NAMES:
+            if name in kwargs:
+                raise RequestError(f"chat_template_kwargs may not set {name!r}", param=f"chat_template_kwargs.{name}")
+        if not messages:
+            raise RequestError("messages is empty; send at least one message", param="messages")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message goes on with the last message and add_generation_prompt opens a new one: "
+                "set one of them to false",
+                param="continue_final_message",
+            )
+        name = self._choose(tools)
+        chat = [_normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        tag = final_text = ""
+        if continue_final_message:
+            final_text = _final_text(chat)
+            tag = f"CONTINUE{secrets.token_hex(16)}"
+            chat[-1]["content"] = final_text + tag
+        context = {
+            "messages": chat,
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+            **kwargs,
+        }
+        prompt = _render(self._templates[name], context)
+        return _cut_at_tag(prompt, tag, final_text) if continue_final_message else prompt
+
+    def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        if tools is not None and "tool_use" in self._templates:
+            return "tool_use"
+        if "default" in self._templates:
+            return "default"
+        raise RequestError(
+            "this model has no chat template, so it cannot chat: use /v1/completions, or start the server with "
+            "--chat-template",
+            param="messages",
+        )
+
+
+def _template_files(folder: Path) -> dict[str, str]:
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (default := folder / "chat_template.jinja").is_file():
+        files["default"] = default
+    return {name: read_text(path) for name, path in files.items()}
+
+
+def _configured_templates(folder: Path) -> dict[str, str]:
+    value = read_json_object(folder / "tokenizer_config.json").get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        templates = {entry["name"]: entry["template"] for entry in value}
+    except (TypeError, KeyError):
+        templates = {"": None}
+    if not all(isinstance(part, str) for pair in templates.items() for part in pair):
+        raise ConfigError(
+            f"{folder / 'tokenizer_config.json'}: chat_template must be a string or a list of objects with the strings "
+            "name and template"
+        )
+    return templates
+
+
+def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
+    try:
+        return template.render(context)
+    # Whatever a template raises, from raise_exception to a type error in one of its expressions, is its answer to this
+    # request and no fault of the server.
+    except Exception as error:
+        raise RequestError(
+            f"the chat template cannot render this request: {error or type(error).__name__}", param="messages"
+        ) from error
+
+
+def _normalize_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A message as templates expect it: no nulls, text for content, objects for arguments, reasoning by its names."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    if isinstance(plain.get("content"), list):
+        plain["content"] = _join_parts(plain["content"], f"{where}.content")
+    if isinstance(plain.get("tool_calls"), list):
+        calls = plain["tool_calls"]
+        plain["tool_calls"] = [_parse_arguments(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    reasoning = next((plain[name] for name in _REASONING_FIELDS if name in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _join_parts(parts: list[Any], where: str) -> str:
+    """The texts of list content with a space between them, as transformers serves them."""
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise RequestError(
+                f"{where}[{index}].type is {kind!r}; this model takes parts of type 'text' only",
+                param=f"{where}[{index}].type",
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{where}[{index}].text must be a string", param=f"{where}[{index}].text")
+        texts.append(part["text"])
+    return " ".join(texts)
+
+
+def _parse_arguments(call: Any, where: str) -> Any:
+    """The call with its function.arguments as an object. OpenAI's are a string, which templates would quote again."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}.function must be an object", param=f"{where}.function")
+    param = f"{where}.function.arguments"
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            # Clients send an empty string for a call without arguments.
+            arguments = json.loads(arguments, parse_constant=_refuse_constant) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{param} is not valid JSON: {error}", param=param) from error
+    if arguments is not None and not isinstance(arguments, dict):
+        raise RequestError(f"{param} must be a JSON object, or a string that holds one", param=param)
+    return {**call, "function": function if arguments is None else {**function, "arguments": arguments}}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _final_text(chat: Sequence[Mapping[str, Any]]) -> str:
+    content = chat[-1].get("content")
+    if not isinstance(content, str):
+        raise RequestError(
+            "continue_final_message needs a last message with text content",
+            param=f"messages[{len(chat) - 1}].content",
+        )
+    return content
+
+
+def _cut_at_tag(prompt: str, tag: str, final_text: str) -> str:
+    """The prompt up to the tag that followed the final text.
+
+    Where the template trims that text, transformers drops its trailing white space too; here generation goes on after
+    the exact text.
+    """
+    end = prompt.rfind(tag)
+    # Templates may trim the beginning of a message; if they change more, the model would not continue what was sent.
+    if end < 0 or not prompt[:end].endswith(final_text.lstrip()):
+        raise RequestError(
+            "continue_final_message: the chat template changes the last message's text, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return prompt[:end]
