@@ -20,6 +20,7 @@ from minserve.protocol import Delta, FinishReason, SamplingParams, Submit, Token
 from minserve.text.chat import ChatTemplate
 from minserve.text.detokenizer import Detokenizer
 from minserve.text.tokenizer import Tokenizer
+from minserve.weights.default_model import ensure_default_model
 from minserve.weights.hub import resolve_model
 
 Prompt = str | Sequence[int]
@@ -49,7 +50,7 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, revision: str | None = None, chat_template: str | None = None, **engine: Any
     ) -> None:
-        folder = resolve_model(model, revision=revision)
+        folder = ensure_default_model() if model is None else resolve_model(model, revision=revision)
         self.tokenizer = Tokenizer.from_folder(folder)
         self._chat_template = ChatTemplate.from_folder(folder, chat_template)
         config = msgspec.convert(
@@ -122,11 +123,12 @@ class LLM:
         """Add a delta to its completion. Whether that was the end."""
         if delta.finish_reason == "error":
             raise EngineError(delta.error or "the engine failed")
-        text = detokenizer.push(delta.token_ids)
+        text = detokenizer.push(delta.token_ids, ends_with_stop_token=delta.stop_token_id is not None)
         completion.text += text.text
-        completion.token_ids += delta.token_ids[: text.num_tokens]
+        # A stop string may have ended the text before the last of these tokens.
+        completion.token_ids = [*completion.token_ids, *delta.token_ids][: text.num_tokens]
         if delta.logprobs is not None:
-            completion.logprobs = [*(completion.logprobs or []), *delta.logprobs[: text.num_tokens]]
+            completion.logprobs = [*(completion.logprobs or []), *delta.logprobs][: text.num_tokens]
         completion.prompt_logprobs = delta.prompt_logprobs or completion.prompt_logprobs
         if delta.cached_tokens is not None:
             completion.cached_tokens = delta.cached_tokens
