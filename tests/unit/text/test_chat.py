@@ -222,6 +222,12 @@ def test_what_the_template_objects_to_is_a_bad_request_in_its_words():
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
+def test_a_template_that_quotes_a_lone_surrogate_still_gets_an_answer_that_can_be_sent():
+    with pytest.raises(RequestError, match="role ") as caught:
+        chat("{{ raise_exception('role ' ~ messages[0].role) }}").render([{"role": "\ud83d", "content": ""}])
+    caught.value.message.encode()
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -1,9 +1,11 @@
+import json
+
 import pytest
 import tokenizers
 from conftest import byte_level_backend, sentencepiece_backend
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from minserve.errors import ConfigError, RequestError
 from minserve.text.pieces import read_pieces
@@ -113,6 +115,28 @@ def test_the_lower_bound_grows_with_the_text(tokenizer):
     longest = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.num_ids))
     assert tokenizer.min_tokens_lower_bound("a" * longest * 1000) == 1000
     assert tokenizer.min_tokens_lower_bound("é" * longest * 1000) >= 250
+
+
+@given(text=st.text("\x04\x06a é\U000f0000", max_size=40))
+def test_characters_without_a_token_do_not_count_for_the_lower_bound(lacking, text):
+    assert lacking.min_tokens_lower_bound(text) <= len(lacking.encode(text, add_special_tokens=False))
+
+
+@pytest.fixture(scope="module")
+def lacking():
+    """A tokenizer without tokens for some control characters and for a byte of rare characters."""
+    spec = json.loads(byte_level_backend().to_str())
+    alphabet = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    names = [pre_tokenizers.ByteLevel().pre_tokenize_str(char)[0][0] for char in "\x04\x06"]
+    for name in (name[-1] for name in names):
+        del alphabet[name]
+    del alphabet["ó"]  # The byte F3.
+    spec["model"] |= {"vocab": alphabet, "merges": []}
+    spec |= {"added_tokens": [], "post_processor": None}
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+    assert tokenizer.encode("\x04\x06", add_special_tokens=False) == []
+    assert tokenizer.min_tokens_lower_bound("a" * 1000) == 1000
+    return tokenizer
 
 
 def test_there_is_no_lower_bound_where_the_tokenizer_may_drop_text():

@@ -101,6 +101,12 @@ def test_only_what_may_become_an_opening_tag_is_held_back():
     assert parser.finish() == ["<"]
 
 
+def test_what_cannot_be_a_call_is_not_held_back():
+    parser = HermesParser()
+    assert parser.push("<tool_call>\n") == []
+    assert "".join(parser.push("no")) == "<tool_call>\nno"
+
+
 def test_a_call_comes_as_soon_as_it_is_complete():
     parser = HermesParser()
     assert parser.push(CALL[:-1]) == []
@@ -131,10 +137,11 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_not_the_user(folde
     # Named tokens are special, so that skipping special tokens would drop the markers.
     write("tokenizer_config.json", {"sep_token": "<tool_call>", "cls_token": "</tool_call>", "eos_token": "<|end|>"})
     tokenizer = Tokenizer.from_folder(folder)
-    markers = {tokenizer.token_id(marker) for marker in HermesParser.special_markers}
+    markers = tokenizer.ids_of(HermesParser.special_markers)
+    assert len(markers) == 2
     assert markers <= tokenizer.special_token_ids
     ids = tokenizer.encode(f"So: {CALL}<|end|>", add_special_tokens=False)
-    text = Detokenizer(tokenizer, keep_special_ids=frozenset(markers)).push(ids).text
+    text = Detokenizer(tokenizer, keep_special_ids=markers).push(ids).text
     assert parse(text) == ["So: ", ADD]
 
 
