@@ -21,7 +21,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Empty: all of them.
     kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
     max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
-    run_ahead: steps that are planned before the tokens of the last one are known (0 or 1).
+    run_ahead: steps that are launched before the tokens of the last one are known; None: 1 on a GPU, 0 on a CPU,
+        where launching is running.
     """
 
     model_path: str
@@ -38,7 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eos_token_ids: tuple[int, ...] = ()
     token_id_ranges: tuple[tuple[int, int], ...] = ()
     seed: int = 0
-    run_ahead: Literal[0, 1] = 1
+    run_ahead: Literal[0, 1] | None = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

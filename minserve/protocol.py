@@ -13,6 +13,11 @@ import msgspec
 MAX_MESSAGE_BYTES = 256 * 2**20
 """A longer frame is a bug or an attack: the reader refuses it."""
 
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROBS = 20
+"""Bounds that the device tables and the messages are built for; the API refuses more."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -117,9 +122,10 @@ class Outputs(msgspec.Struct, tag="outputs"):
 
 
 class Starting(msgspec.Struct, frozen=True, tag="starting"):
-    """A line for the user while the engine loads."""
+    """The engine is loading weights: so many bytes of so many."""
 
-    message: str
+    loaded_bytes: int
+    total_bytes: int
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -16,7 +16,7 @@ from minserve.api.server import EXIT_ENGINE_DIED, EXIT_OK, Server, address_of
 from minserve.api.service import Service
 from minserve.config import BLOCK_SIZE, EngineConfig, ServerConfig
 from minserve.errors import EngineDeadError
-from minserve.protocol import Ready
+from minserve.protocol import Ready, Starting
 from minserve.text.chat import ChatTemplate
 from minserve.text.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StartEngine(Protocol):
     """Starts an engine and returns when it is ready. Raises ConfigError or EngineDeadError."""
 
-    def __call__(self, config: EngineConfig, *, on_starting: Callable[[str], None]) -> Awaitable[Engine]: ...
+    def __call__(self, config: EngineConfig, *, on_starting: Callable[[Starting], None]) -> Awaitable[Engine]: ...
 
 
 async def launch(
@@ -41,7 +41,7 @@ async def launch(
 ) -> int:
     """Serve on a bound socket until told to stop; the process's exit code."""
     loop = asyncio.get_running_loop()
-    loading = asyncio.ensure_future(start_engine(engine_config, on_starting=logger.info))
+    loading = asyncio.ensure_future(start_engine(engine_config, on_starting=_log_starting))
     try:
         _on_signals(loop, loading.cancel)
         engine = await loading
@@ -74,6 +74,10 @@ def describe(config: ServerConfig, info: Ready) -> list[str]:
         f"({info.num_pages * BLOCK_SIZE} tokens, {info.kv_cache_bytes / 2**30:.2f} GiB)",
         f"up to {info.max_num_seqs} requests at once, {config.max_num_waiting} waiting; {keys}",
     ]
+
+
+def _log_starting(starting: Starting) -> None:
+    logger.info(starting.message)
 
 
 def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], object]) -> None:

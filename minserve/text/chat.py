@@ -136,9 +136,9 @@ def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
     # Whatever a template raises, from raise_exception to a type error in one of its expressions, is its answer to this
     # request and no fault of the server.
     except Exception as error:
-        raise RequestError(
-            f"the chat template cannot render this request: {error or type(error).__name__}", param="messages"
-        ) from error
+        # Its words may quote the request, whose strings may hold lone surrogates: those cannot be sent back.
+        reason = str(error).encode(errors="replace").decode() or type(error).__name__
+        raise RequestError(f"the chat template cannot render this request: {reason}", param="messages") from error
 
 
 def _normalize_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

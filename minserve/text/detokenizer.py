@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from minserve.text.partial import partial_match
 from minserve.text.tokenizer import Tokenizer
 
 _MAX_CUT_BYTES = 3
@@ -87,7 +88,7 @@ class Detokenizer:
             if index != silent:
                 self._append(self._next_text(token_id))
         if self._stop is None:
-            keep = self._num_held_back()
+            keep = max((partial_match(self._held, stop) for stop in self._stop_strings), default=0)
             text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         else:
             text, self._held = self._held, ""
@@ -141,14 +142,3 @@ class Detokenizer:
         if found:
             start, length, self._stop = min(found)
             self._held = self._held[: start + length if self._include_stop else start]
-
-    def _num_held_back(self) -> int:
-        """The length of the longest end of the text that begins a stop string: shorter than the stop string."""
-        first = len(self._held)
-        for stop in self._stop_strings:
-            start = self._held.find(stop[0], max(0, len(self._held) - len(stop) + 1))
-            while 0 <= start < first and not stop.startswith(self._held[start:]):
-                start = self._held.find(stop[0], start + 1)
-            if start >= 0:
-                first = min(first, start)
-        return len(self._held) - first

@@ -1,41 +1,54 @@
-"""How many characters of text one token can stand for, if that is bounded.
+"""How few tokens a text can have, by its length alone.
 
-Owns: which parts of a tokenizer.json may swallow characters. Does not know: texts, requests.
+Owns: which parts of a tokenizer.json may swallow characters. Does not know: token ids, requests.
 """
 
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from minserve.text.pieces import Pieces
 
 _COMPOSING_NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD", "Prepend")
 """They add characters, or compose at most four into one."""
 
-_UTF8_BYTES = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]
-"""The bytes that occur in UTF-8."""
-
-_KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
+_KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace")
 
 
-def max_chars_per_token(spec: Mapping[str, Any], pieces: Pieces) -> int | None:
-    """The most characters of normalized text in one token; None if some part may drop characters without bound.
+class LengthBound(msgspec.Struct, frozen=True):
+    """A token stands for at most chars_per_token characters of normalized text, the vanishing ones apart."""
+
+    chars_per_token: int
+    vanishing: str
+
+    def min_tokens(self, text: str) -> int:
+        """At least so many tokens has text. Linear in its length, at the speed of a memory scan."""
+        num_chars = len(text) - sum(text.count(char) for char in self.vanishing)
+        # Unicode normalization leaves ASCII alone.
+        return -(-num_chars // (self.chars_per_token if text.isascii() else 4 * self.chars_per_token))
+
+
+def read_length_bound(spec: Mapping[str, Any], pieces: Pieces) -> LengthBound | None:
+    """The bound of a tokenizer; None if some part of it may drop characters without bound.
 
     spec: the whole of tokenizer.json.
     """
     model = spec.get("model", {})
-    added = spec.get("added_tokens", [])
+    by_bytes = model.get("type") == "BPE" and (model.get("byte_fallback") or _has(spec, "ByteLevel"))
+    eats_spaces = any(token.get("lstrip") or token.get("rstrip") for token in spec.get("added_tokens", []))
+    keeps_text = _keeps_text(spec.get("normalizer")) and _keeps_text(spec.get("pre_tokenizer"))
+    if not by_bytes or eats_spaces or not keeps_text:
+        return None
+    # A byte without a token may leave no trace (SmolLM2 lacks some). A character of several bytes leaves one all the
+    # same by its continuation bytes, if these are there.
     spelled = {*pieces.pieces}
-    # A byte without a token of its own may vanish (SmolLM2 lacks some).
-    if not all(bytes([byte]) in spelled for byte in _UTF8_BYTES):
+    missing = [byte for byte in range(0xC0) if bytes([byte]) not in spelled]
+    if any(byte >= 0x80 for byte in missing):
         return None
-    never_unknown = model.get("type") == "BPE" and (model.get("byte_fallback") or _has(spec, "ByteLevel"))
-    eats_spaces = any(token.get("lstrip") or token.get("rstrip") for token in added)
-    if not never_unknown or eats_spaces or not _keeps_text(spec.get("normalizer")):
-        return None
-    if not _keeps_text(spec.get("pre_tokenizer")):
-        return None
-    # A token has at least as many bytes as characters, and added tokens are spelled as they are.
-    return max((len(piece) for piece in pieces.pieces if piece), default=1)
+    # A piece has at least as many bytes as characters.
+    longest = max(len(piece) for piece in spelled if piece is not None)
+    return LengthBound(chars_per_token=longest, vanishing="".join(map(chr, missing)))
 
 
 def _has(spec: Mapping[str, Any], kind: str) -> bool:

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from minserve.errors import ConfigError, RequestError
 from minserve.text.files import added_token_text, read_json_object
-from minserve.text.length import max_chars_per_token
+from minserve.text.length import read_length_bound
 from minserve.text.pieces import read_pieces
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -59,7 +59,7 @@ class Tokenizer:
         spec = msgspec.json.decode(backend.to_str(), type=dict[str, Any])
         vocab = backend.get_vocab(with_added_tokens=True)
         self._pieces = read_pieces(spec.get("decoder"), vocab)
-        self._max_chars_per_token = max_chars_per_token(spec, self._pieces)
+        self._length_bound = read_length_bound(spec, self._pieces)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token = self.special_tokens.get("bos_token")
@@ -139,6 +139,10 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """The ids of those of the tokens that the vocabulary has."""
+        return frozenset(token_id for token in tokens if (token_id := self.token_id(token)) is not None)
+
     def is_token(self, token_id: int) -> bool:
         """Whether an id is a token; a model's logits may have more rows than there are tokens."""
         return any(start <= token_id < end for start, end in self.token_id_ranges)
@@ -149,12 +153,8 @@ class Tokenizer:
         return self._pieces.strip_left
 
     def min_tokens_lower_bound(self, text: str) -> int:
-        """At least so many tokens has text: a cheap bound, to refuse what cannot fit before encoding it. 0: no bound."""
-        limit = self._max_chars_per_token
-        if limit is None:
-            return 0
-        # Unicode normalization may compose up to four characters into one; it leaves ASCII alone.
-        return -(-len(text) // (limit if text.isascii() else 4 * limit))
+        """At least so many tokens has text: a cheap bound, to refuse what cannot fit unencoded. 0: no bound."""
+        return 0 if self._length_bound is None else self._length_bound.min_tokens(text)
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:

@@ -4,15 +4,19 @@ Owns: the formats in which models write calls, and the parser of each, by name.
 Does not know: which tools the request offered, call ids, HTTP.
 
 A parser loses nothing: what turns out not to be a call is delivered as the text that it is. It reads the detokenizer's
-text, in which its markers must be present: give `Tokenizer.token_id` of each of `special_markers` to the detokenizer as
-keep_special_ids.
+text, in which its markers must be present even where they are special tokens: give the detokenizer
+`tokenizer.ids_of(special_markers)` as keep_special_ids.
 """
 
 import json
+import re
 
 import msgspec
 
 from minserve.errors import ConfigError
+from minserve.text.partial import partial_match
+
+_NO_OBJECT = re.compile(r"\s*[^\s{]")
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -69,7 +73,7 @@ class HermesParser:
         """Deliver prose up to an opening tag. False if more text is needed to go on."""
         start = self._buffer.find(self._open)
         if start < 0:
-            keep = _overlap(self._buffer, self._open)
+            keep = partial_match(self._buffer, self._open)
             self._prose(self._buffer[: len(self._buffer) - keep], events)
             self._buffer = self._buffer[len(self._buffer) - keep :]
             return False
@@ -80,6 +84,9 @@ class HermesParser:
 
     def _read_call(self, events: list[ToolEvent]) -> bool:
         """Deliver a call that is complete. False if more text is needed to go on."""
+        if _NO_OBJECT.match(self._buffer):
+            self._give_up_call(events)
+            return True
         end = self._buffer.find(self._close, self._search_from)
         if end < 0:
             self._search_from = max(self._search_from, len(self._buffer) - len(self._close) + 1)
@@ -139,11 +146,6 @@ def _ends_inside_string(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return False
-
-
-def _overlap(text: str, tag: str) -> int:
-    """The length of the longest end of text that begins tag, shorter than tag."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
 
 
 _PARSERS = {"hermes": HermesParser, "qwen25": HermesParser, "qwen3": HermesParser}

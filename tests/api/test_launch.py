@@ -12,6 +12,7 @@ from minserve.api.launch import launch
 from minserve.api.server import bind
 from minserve.config import EngineConfig, ServerConfig
 from minserve.errors import ConfigError, EngineDeadError
+from minserve.protocol import Starting
 from tests.api import tiny
 from tests.api.fake_engine import FakeEngine
 
@@ -55,7 +56,7 @@ async def test_a_signal_stops_a_running_server_and_the_start_says_what_is_served
     engine = FakeEngine(tiny.load(model_folder)[0])
 
     async def start_engine(config, *, on_starting):
-        on_starting("loading weights")
+        on_starting(Starting("loading weights"))
         return engine
 
     with caplog.at_level(logging.INFO, logger="minserve"):

@@ -1,0 +1,83 @@
+"""From a configuration to an engine that is ready to step.
+
+Owns: the order of start-up. Every value is decided before the object that needs it is made.
+"""
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from minserve.config import EngineConfig
+from minserve.engine.core import Engine
+from minserve.engine.scheduler import Scheduler
+from minserve.engine.sizing import choose_context, choose_device, choose_dtype, kv_cache_bytes
+from minserve.errors import ConfigError
+from minserve.memory.blocks import BlockManager, blocks_for
+from minserve.memory.lanes import Lanes
+from minserve.memory.pages import KVPages
+from minserve.models.config import ModelConfig
+from minserve.models.layers import CausalLM
+from minserve.models.registry import build_model
+from minserve.protocol import Ready
+from minserve.runner.runner import Runner
+from minserve.runner.sampler import Sampler
+from minserve.weights.loader import init_dummy_weights, load_weights
+
+Progress = Callable[[int, int], None]
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Load the model and lay out the memory. progress: told (bytes loaded, bytes in all).
+
+    Raises ConfigError (a WeightsError, where files are at fault) for what the user can mend.
+    """
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-num-seqs "
+            f"{config.max_num_seqs}, or decodes alone could fill a step"
+        )
+    model_config = ModelConfig.from_folder(Path(config.model_path), config.rope_scaling)
+    device = choose_device(config)
+    dtype = choose_dtype(config, model_config, device)
+    model, weights_bytes = _load(config, model_config, device, dtype, progress)
+    kv_bytes = kv_cache_bytes(config, device)
+    max_model_len, num_pages = choose_context(config, model_config, dtype, kv_bytes)
+    pages = KVPages(model_config, num_pages, dtype, device)
+    lanes = Lanes(config.max_num_seqs, blocks_for(max_model_len), model_config.vocab_size, device)
+    scheduler = Scheduler(
+        BlockManager(num_pages, secret=secrets.token_bytes(32), prefix_caching=config.enable_prefix_caching),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+        end_token_ids=config.eos_token_ids,
+    )
+    sampler = Sampler(lanes, model_config.vocab_size, config.token_id_ranges)
+    run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
+    info = Ready(
+        architecture=model_config.architecture,
+        device=_device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+        num_pages=num_pages,
+        kv_cache_bytes=pages.kv.nbytes,
+        weights_bytes=weights_bytes,
+        max_num_seqs=config.max_num_seqs,
+    )
+    return Engine(scheduler, lanes, Runner(model, pages, lanes, sampler), run_ahead=run_ahead, info=info)
+
+
+def _load(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None
+) -> tuple[CausalLM, int]:
+    model = build_model(model_config, device="meta", dtype=dtype)
+    if config.load_format == "dummy":
+        return model, init_dummy_weights(model, config.seed, device=device, dtype=dtype)
+    return model, load_weights(model, Path(config.model_path), device=device, dtype=dtype, progress=progress)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,214 @@
+"""The API process's side of the engine: starts it, talks to it, notices its death.
+
+Owns: the engine process, the socket, one queue of deltas for each request. Imports no torch.
+Does not know: HTTP, text, what the engine does with a request.
+"""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncGenerator, Callable
+
+import msgspec
+
+from minserve.config import EngineConfig
+from minserve.engine import wire
+from minserve.errors import ConfigError, EngineDeadError
+from minserve.protocol import (
+    Abort,
+    Delta,
+    Fatal,
+    FromEngine,
+    Outputs,
+    Ready,
+    Shutdown,
+    Starting,
+    Stats,
+    Submit,
+    ToEngine,
+)
+
+
+class EngineClient:
+    """A running engine. Made by `start`; after `stop`, or when `dead` is set, it serves nothing any more.
+
+    info: what the engine turned out to be. stats: as of its last step. engine_timeout_s: an engine that owes tokens
+    and says nothing for so long is taken for frozen and ended.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        engine_timeout_s: float,
+    ) -> None:
+        self.stats = Stats()
+        self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._engine_timeout_s = engine_timeout_s
+        self._queues: dict[str, asyncio.Queue[Delta | None]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._listener: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        on_starting: Callable[[Starting], None] | None = None,
+        engine_timeout_s: float = 120.0,
+    ) -> "EngineClient":
+        """Spawn the engine and wait until it serves. Raises ConfigError for what the user can mend."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "minserve.engine.process",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal is for the API process, which drains first
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        client = cls(process, reader, writer, engine_timeout_s)
+        try:
+            client._send_raw(config)
+            client.info = await client._wait_ready(on_starting)
+        except BaseException:
+            await client._end_process(0)
+            raise
+        client._listener = asyncio.create_task(client._listen(), name="engine-listener")
+        return client
+
+    info: Ready
+
+    @property
+    def alive(self) -> bool:
+        """Whether new requests are served."""
+        return not self.dead.done() and not self._stopping
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
+        """The deltas of a request, up to and with its terminal one. Closing the iterator early aborts the request.
+
+        Raises EngineDeadError if the engine ends before the request does.
+        """
+        if not self.alive:
+            raise EngineDeadError(self.dead.result() if self.dead.done() else "the engine is shutting down")
+        assert submit.request_id not in self._queues, f"request id {submit.request_id} is in use"
+        queue = self._queues[submit.request_id] = asyncio.Queue()
+        finished = False
+        try:
+            self._send(submit)
+            while not finished:
+                delta = await queue.get()
+                if delta is None:
+                    finished = True
+                    raise EngineDeadError(self.dead.result())
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._queues[submit.request_id]
+            if not finished:
+                self._send(Abort(submit.request_id))
+
+    async def wait_dead(self) -> str:
+        """Wait until the engine is gone, and say why."""
+        return await asyncio.shield(self.dead)
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Abort what is left and end the engine; after timeout_s it is killed."""
+        self._stopping = True
+        self._send(Shutdown())
+        await self._end_process(timeout_s)
+        if self._listener is not None:
+            await self._listener
+
+    async def _wait_ready(self, on_starting: Callable[[Starting], None] | None) -> Ready:
+        while True:
+            try:
+                message = await self._receive()
+            except (EOFError, OSError) as error:
+                code = await self._process.wait()
+                raise EngineDeadError(f"the engine ended with code {code} while starting") from error
+            if isinstance(message, Ready):
+                return message
+            if isinstance(message, Fatal):
+                raise ConfigError(message.message) if message.config else EngineDeadError(message.message)
+            if isinstance(message, Starting) and on_starting is not None:
+                on_starting(message)
+
+    async def _listen(self) -> None:
+        """Hand out deltas until the engine is gone, then tell everybody."""
+        reason = "the engine shut down"
+        try:
+            while True:
+                message = await self._receive_in_time()
+                if isinstance(message, Outputs):
+                    self._hand_out(message)
+                elif isinstance(message, Fatal):
+                    reason = message.message
+                    break
+        except TimeoutError:
+            reason = f"the engine said nothing for {self._engine_timeout_s:.0f} s"
+            self._kill()
+        except (EOFError, OSError):
+            if not self._stopping:
+                reason = f"the engine process ended with code {await self._process.wait()}"
+        except Exception as error:
+            reason = f"the engine sent what cannot be read: {error}"
+            self._kill()
+        self.dead.set_result(reason)
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+
+    def _hand_out(self, outputs: Outputs) -> None:
+        self.stats = outputs.stats
+        for delta in outputs.deltas:
+            queue = self._queues.get(delta.request_id)
+            if queue is not None:  # else its client has left
+                queue.put_nowait(delta)
+
+    async def _receive_in_time(self) -> FromEngine:
+        # An idle engine sends a heartbeat every second, so silence is always a sign.
+        async with asyncio.timeout(self._engine_timeout_s):
+            return await self._receive()
+
+    async def _receive(self) -> FromEngine:
+        try:
+            header = await self._reader.readexactly(wire.HEADER_BYTES)
+            message = await self._reader.readexactly(wire.body_bytes(header))
+        except asyncio.IncompleteReadError as error:
+            raise EOFError from error
+        decoded: FromEngine = self._decoder.decode(message)
+        return decoded
+
+    def _send(self, message: ToEngine) -> None:
+        if not self.dead.done():
+            self._send_raw(message)
+
+    def _send_raw(self, message: msgspec.Struct) -> None:
+        self._writer.write(wire.encode(self._encoder, message))
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _end_process(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+        self._writer.close()

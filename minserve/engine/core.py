@@ -1,0 +1,69 @@
+"""The engine: requests in, steps, tokens out. It runs in its own process or inside a script.
+
+Owns: the scheduler, the lanes' tables and the runner, and how many steps are in flight.
+Does not know: sockets, text, HTTP.
+"""
+
+from collections import deque
+
+from minserve.engine.scheduler import Scheduler
+from minserve.memory.lanes import Lanes
+from minserve.protocol import Delta, Outputs, Ready, Submit
+from minserve.runner.runner import Runner, RunningStep
+
+
+class Engine:
+    """Serves until it is dropped. Not thread-safe: one caller submits, aborts and steps.
+
+    run_ahead: 1 launches a step before the tokens of the last one are known, so that the device never waits for the
+    host; 0 looks first.
+    """
+
+    def __init__(self, scheduler: Scheduler, lanes: Lanes, runner: Runner, *, run_ahead: int, info: Ready) -> None:
+        self.info = info
+        self._scheduler = scheduler
+        self._lanes = lanes
+        self._runner = runner
+        self._run_ahead = run_ahead
+        self._in_flight: deque[RunningStep] = deque()
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request. Raises RequestError, with nothing changed, if it can never be served."""
+        self._scheduler.add(submit)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its last delta comes with the next step. An unknown id is none of our business."""
+        self._scheduler.abort(request_id)
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for request_id in self._scheduler.request_ids:
+            self._scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._in_flight)
+
+    def step(self) -> Outputs:
+        """Advance every request that can. Call it while `has_work`."""
+        plan = self._scheduler.schedule()
+        if not plan.is_empty:
+            self._lanes.prepare(plan)
+            self._in_flight.append(self._runner.run(plan))
+        deltas = self._commit(keep=0 if plan.is_empty else self._run_ahead)
+        return Outputs(deltas=deltas, stats=self._scheduler.stats())
+
+    def _commit(self, keep: int) -> list[Delta]:
+        """Take in the results of all launched steps but the `keep` newest."""
+        deltas = self._scheduler.take_ended()
+        while len(self._in_flight) > keep:
+            deltas += self._scheduler.commit(self._in_flight.popleft().result())
+        return deltas
+
+    def clear_prefix_cache(self) -> None:
+        """Forget every cached prefix, so that the next request starts cold."""
+        self._scheduler.clear_prefix_cache()
+
+    def check(self) -> None:
+        """Assert every invariant of the scheduler and the memory."""
+        self._scheduler.check()

@@ -1,0 +1,164 @@
+"""The engine's own process: receive, step, send, until the socket says so.
+
+Owns: the process and its end. Does not know: HTTP, text.
+
+    python -m minserve.engine.process FD        FD: an inherited socket to the API process
+
+The first message in is an EngineConfig; then ToEngine messages. Out come FromEngine messages. When the socket closes,
+nobody is left to serve, and the process ends at once.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from minserve.config import EngineConfig
+from minserve.engine import wire
+from minserve.engine.build import build_engine
+from minserve.engine.core import Engine
+from minserve.errors import ConfigError, RequestError
+from minserve.protocol import (
+    Abort,
+    Delta,
+    Fatal,
+    FromEngine,
+    Outputs,
+    Shutdown,
+    Starting,
+    Stats,
+    Submit,
+    ToEngine,
+)
+
+HEARTBEAT_S = 1.0
+
+
+class Channel:
+    """The engine's end of the socket: blocking reads of exact frames, whole writes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = sock.makefile("rb")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def send(self, message: FromEngine) -> None:
+        """Send a message. If the other side is gone the process ends: there is nobody to tell."""
+        try:
+            self._sock.sendall(wire.encode(self._encoder, message))
+        except OSError:
+            os._exit(0)
+
+    def receive_config(self) -> EngineConfig:
+        return msgspec.msgpack.decode(self._read(), type=EngineConfig)
+
+    def receive(self) -> ToEngine:
+        """The next message. EOFError when the other side is gone."""
+        message: ToEngine = self._decoder.decode(self._read())
+        return message
+
+    def _read(self) -> bytes:
+        return self._exactly(wire.body_bytes(self._exactly(wire.HEADER_BYTES)))
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        data = self._reader.read(num_bytes)
+        if len(data) < num_bytes:
+            raise EOFError
+        return data
+
+
+class Service:
+    """The loop of the process."""
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._inbox: SimpleQueue[ToEngine] = SimpleQueue()
+        self._stopping = False
+        self._stats = Stats()
+
+    def run(self) -> None:
+        """Serve until told to shut down."""
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        while not (self._stopping and not self._engine.has_work):
+            self._receive()
+            if self._engine.has_work:
+                outputs = self._engine.step()
+                self._stats = outputs.stats
+                self._channel.send(outputs)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self._channel.receive())
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def _receive(self) -> None:
+        """Take in all that has come; if there is nothing to do, wait for it."""
+        try:
+            if not self._engine.has_work and not self._stopping:
+                self._take(self._inbox.get(timeout=HEARTBEAT_S))
+            while True:
+                self._take(self._inbox.get_nowait())
+        except Empty:
+            if not self._engine.has_work:
+                self._channel.send(Outputs(deltas=[], stats=self._stats))
+
+    def _take(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            try:
+                self._engine.submit(message)
+            except RequestError as error:
+                ended = Delta(request_id=message.request_id, finish_reason="error", error=error.message)
+                self._channel.send(Outputs(deltas=[ended], stats=self._stats))
+        elif isinstance(message, Abort):
+            self._engine.abort(message.request_id)
+        elif isinstance(message, Shutdown):
+            self._stopping = True
+            self._engine.abort_all()
+
+
+def main() -> None:
+    """Serve on the inherited socket. Exit codes: 0 told to, 1 failed, 2 the configuration cannot be served."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when we end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        engine = build_engine(channel.receive_config(), _reporter(channel))
+        channel.send(engine.info)
+        Service(engine, channel).run()
+    except EOFError:
+        sys.exit(0)
+    except ConfigError as error:
+        channel.send(Fatal(str(error), config=True))
+        sys.exit(2)
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(Fatal(f"{type(error).__name__}: {error}"))
+        sys.exit(1)
+
+
+def _reporter(channel: Channel) -> Callable[[int, int], None]:
+    """Tells the API process of every percent, not of every tensor."""
+    sent = -1
+
+    def report(loaded_bytes: int, total_bytes: int) -> None:
+        nonlocal sent
+        percent = 100 * loaded_bytes // max(1, total_bytes)
+        if percent > sent:
+            sent = percent
+            channel.send(Starting(loaded_bytes, total_bytes))
+
+    return report
+
+
+if __name__ == "__main__":
+    main()

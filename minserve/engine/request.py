@@ -1,0 +1,135 @@
+"""One request in the engine.
+
+Owns: what is known of a request. The scheduler is the only one who changes it.
+
+There is no prefill phase and no decode phase, only num_computed catching up with num_tokens:
+
+    [0, num_prompt_tokens)                    the prompt
+    [num_prompt_tokens, len(token_ids))       generated and known
+    [len(token_ids), num_tokens)              being sampled by launched steps, known to the device only
+    [0, num_computed)                         KV is in pages, or will be when the launched steps have ended
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from minserve.engine.plan import Chunk, Sample
+from minserve.protocol import FinishReason, SamplingParams, Submit, TokenLogprobs
+
+
+class Status(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """arrival: its place in the queue, kept when it is preempted. num_cached: prompt tokens found in the cache."""
+
+    id: str
+    params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    cache_salt: str
+    arrival: int
+    end_token_ids: tuple[int, ...]
+    status: Status = Status.WAITING
+    lane: int = -1
+    num_computed: int = 0
+    num_in_flight: int = 0
+    num_preemptions: int = 0
+    num_cached: int | None = None
+    first_delta_sent: bool = False
+    block_keys: list[bytes] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+    @classmethod
+    def from_submit(cls, submit: Submit, arrival: int, model_end_token_ids: tuple[int, ...]) -> "Request":
+        """A waiting request. model_end_token_ids end it as its own stop_token_ids do, unless it ignores them."""
+        params = submit.params
+        own = set(params.stop_token_ids)
+        ends = own if params.ignore_eos else own | set(model_end_token_ids)
+        num_prompt_tokens = len(submit.prompt_token_ids)
+        return cls(
+            id=submit.request_id,
+            params=params,
+            token_ids=list(submit.prompt_token_ids),
+            num_prompt_tokens=num_prompt_tokens,
+            cache_salt=submit.cache_salt,
+            arrival=arrival,
+            end_token_ids=tuple(sorted(ends)),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * num_prompt_tokens,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_no_more(self) -> bool:
+        """The launched steps will bring it to max_tokens."""
+        return self.num_tokens - self.num_prompt_tokens >= self.params.max_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Its only token without KV is one that was sampled: its next row reads it on the device."""
+        return self.num_tokens - self.num_computed == 1 and self.num_computed >= self.num_prompt_tokens
+
+    @property
+    def penalized(self) -> bool:
+        params = self.params
+        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+    @property
+    def adjusted(self) -> bool:
+        """Its logits are changed before they are sampled from."""
+        return self.penalized or bool(self.params.logit_bias) or self.params.min_tokens > 0
+
+    @property
+    def filtered(self) -> bool:
+        params = self.params
+        return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Log probabilities of its prompt are still to be reported, so every prompt token has to be computed."""
+        return self.prompt_logprobs is not None and not self.first_delta_sent
+
+    def next_chunk(self, count: int) -> Chunk:
+        """Its next `count` tokens without KV, all known."""
+        start, end = self.num_computed, self.num_computed + count
+        targets_end = min(end + 1, self.num_prompt_tokens) if self.awaits_prompt_logprobs else 0
+        return Chunk(
+            lane=self.lane,
+            start=start,
+            token_ids=self.token_ids[start:end],
+            samples=end == self.num_tokens,
+            prompt_targets=self.token_ids[start + 1 : targets_end],
+            prompt_logprobs=self.params.prompt_logprobs or 0,
+        )
+
+    def next_sample(self) -> Sample:
+        """How its next token is chosen."""
+        return Sample(
+            lane=self.lane,
+            position=self.num_tokens,
+            logprobs=self.params.logprobs,
+            adjusted=self.adjusted,
+            penalized=self.penalized,
+            greedy=self.params.temperature == 0,
+            filtered=self.filtered,
+        )
+
+    def note_prompt_logprobs(self, chunk: Chunk, entries: Sequence[TokenLogprobs]) -> None:
+        """What a chunk said about the prompt tokens after its rows."""
+        if self.prompt_logprobs is not None and chunk.prompt_targets:
+            self.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + len(entries)] = entries

@@ -1,0 +1,356 @@
+"""Who computes what in the next step, and what its result means for each request.
+
+Owns: every Request, the queue, who has which lane, and the token budget. Decides admission, preemption and stops.
+Does not know: tensors, devices, text. Asks `BlockManager` for pages. Imports no torch.
+
+Two rules keep everybody moving. Requests are served in the order of their arrival, and when pages run out the
+youngest running request gives way; so the oldest always advances. And decodes come before prefill chunks, which take
+what is left of the budget; so a long prompt never stops the others' streams.
+
+Steps may be planned before the results of earlier ones are known: `schedule` counts a token as computed when its step
+is launched, and `commit` says later which token it was. A request that turns out to have ended meanwhile has a row
+too many in the launched step; what that row yields is dropped.
+"""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from minserve.config import BLOCK_SIZE
+from minserve.engine.plan import Chunk, LaneSetup, Row, StepPlan, StepResult
+from minserve.engine.request import Request, Status
+from minserve.errors import RequestError
+from minserve.memory.blocks import BlockManager
+from minserve.memory.pool import PlacePool
+from minserve.protocol import Delta, FinishReason, Stats, Submit, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launched step does for one request: computes its tokens up to num_computed, and perhaps samples.
+
+    num_preemptions: the request's at the launch; if it differs at the commit, the request has lost these pages.
+    chunk: None for a decode row.
+    """
+
+    request: Request
+    num_preemptions: int
+    num_computed: int
+    samples: bool
+    chunk: Chunk | None
+
+
+@dataclass(slots=True)
+class Decisions:
+    """A plan in the making. counts: how many tokens each request computes."""
+
+    counts: dict[Request, int] = field(default_factory=dict)
+    setups: list[LaneSetup] = field(default_factory=list)
+    new_pages: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    preempted: bool = False
+
+
+class Scheduler:
+    """max_num_batched_tokens must be at least max_num_seqs, so that a prefill beside decodes always gets a token.
+
+    blocks must have pages for max_model_len tokens, so that every request that is accepted can finish alone.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        end_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        assert max_num_batched_tokens >= max_num_seqs
+        self._blocks = blocks
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._end_token_ids = end_token_ids
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._lanes = PlacePool(max_num_seqs)
+        self._launched: deque[tuple[int, list[Launched]]] = deque()
+        self._last_step = 0
+        self._num_arrived = 0
+        self._ended: list[Delta] = []
+        self._counters = Stats()
+
+    # ---- requests come and go ----
+
+    def add(self, submit: Submit) -> None:
+        """Queue a request. Raises RequestError if it can never be served."""
+        self._refuse_impossible(submit)
+        self._num_arrived += 1
+        request = Request.from_submit(submit, self._num_arrived, self._end_token_ids)
+        self._requests[request.id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request with finish_reason "abort"; one that has ended already, or never was, is left alone."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort")
+            self._ended.append(self._delta(request))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not been told its end."""
+        return bool(self._requests or self._ended)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Requests that have not ended, in order of arrival."""
+        return list(self._requests)
+
+    def _refuse_impossible(self, submit: Submit) -> None:
+        num_prompt, params = len(submit.prompt_token_ids), submit.params
+        if submit.request_id in self._requests:
+            raise RequestError(f"request id {submit.request_id!r} is in use", param="request_id")
+        if num_prompt == 0:
+            raise RequestError("the prompt has no tokens", param="prompt")
+        if params.max_tokens < 1:
+            raise RequestError(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
+        if num_prompt + params.max_tokens > self._max_model_len:
+            raise RequestError(
+                f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
+                f"{self._max_model_len} tokens",
+                param="max_tokens" if num_prompt < self._max_model_len else "prompt",
+                code="context_length_exceeded",
+            )
+        for name, ids in (
+            ("prompt", submit.prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
+                raise RequestError(f"{name}: token ids must be in 0..{self._vocab_size - 1}", param=name)
+
+    # ---- plan ----
+
+    def schedule(self) -> StepPlan:
+        """The next step; empty if nobody can advance. Takes lanes and pages, and counts its tokens as computed."""
+        decisions = Decisions()
+        self._share_budget(decisions)
+        self._find_pages(decisions)
+        if not decisions.preempted:
+            self._admit(decisions)
+        return self._launch(decisions)
+
+    def _share_budget(self, decisions: Decisions) -> None:
+        """Tokens for each running request: decodes first, then chunks of prompts, each in order of arrival."""
+        budget = self._max_num_batched_tokens
+        active = [request for request in self._running if not request.wants_no_more]
+        for request in sorted(active, key=lambda request: not request.is_decoding):
+            count = min(budget, request.num_tokens - request.num_computed)
+            if count:
+                decisions.counts[request] = count
+                budget -= count
+
+    def _find_pages(self, decisions: Decisions) -> None:
+        """Give the planned tokens pages, the oldest request first."""
+        for request in [request for request in self._running if request in decisions.counts]:
+            if request not in decisions.counts:
+                continue  # it has given way
+            first = len(self._blocks.pages(request.id))
+            pages = self._grow(request, decisions)
+            if pages:
+                decisions.new_pages.append((request.lane, first, tuple(pages)))
+
+    def _grow(self, request: Request, decisions: Decisions) -> list[int] | None:
+        """Pages for the planned tokens of a request. If there are none, the youngest running request gives way."""
+        while True:
+            pages = self._blocks.grow(request.id, request.num_computed + decisions.counts[request])
+            if pages is not None:
+                return pages
+            if self._blocks.num_quarantined:
+                del decisions.counts[request]  # pages are coming back: sit this step out rather than evict anyone
+                return None
+            victim = self._running[-1]
+            decisions.counts.pop(victim, None)
+            decisions.preempted = True
+            self._preempt(victim)
+            if victim is request:
+                return None
+
+    def _admit(self, decisions: Decisions) -> None:
+        """Start waiting requests, in order of arrival, while lanes, pages and budget last."""
+        budget = self._max_num_batched_tokens - sum(decisions.counts.values())
+        while self._waiting and self._lanes.num_available and budget > 0:
+            request = self._waiting[0]
+            if request.num_in_flight:
+                return  # preempted under a launched step, whose token it still awaits
+            num_cached = self._blocks.open(
+                request.id,
+                request.token_ids,
+                request.cache_salt,
+                request.block_keys,
+                use_cache=not request.awaits_prompt_logprobs,
+            )
+            if num_cached is None:
+                return
+            del self._waiting[0]
+            decisions.setups.append(self._start(request, num_cached))
+            decisions.new_pages.append((request.lane, 0, tuple(self._blocks.pages(request.id))))
+            decisions.counts[request] = min(budget, request.num_tokens - request.num_computed)
+            budget -= decisions.counts[request]
+
+    def _start(self, request: Request, num_cached: int) -> LaneSetup:
+        lanes = self._lanes.allocate(1)
+        assert lanes is not None
+        request.status, request.lane, request.num_computed = Status.RUNNING, lanes[0], num_cached
+        insort(self._running, request, key=lambda request: request.arrival)
+        if request.num_cached is None:
+            request.num_cached = num_cached
+            self._counters.prompt_tokens += request.num_prompt_tokens
+            self._counters.prefix_queries_tokens += request.num_prompt_tokens
+            self._counters.prefix_hits_tokens += num_cached
+        return LaneSetup(
+            lane=request.lane,
+            params=request.params,
+            token_ids=tuple(request.token_ids) if request.penalized else (),
+            num_prompt_tokens=request.num_prompt_tokens,
+            end_token_ids=request.end_token_ids,
+            last_token=request.token_ids[-1],
+            penalized=request.penalized,
+        )
+
+    def _launch(self, decisions: Decisions) -> StepPlan:
+        counts = decisions.counts
+        launched = [self._advance(request, counts[request]) for request in self._running if request in counts]
+        if not launched:
+            return StepPlan(step=self._last_step)
+        launched.sort(key=lambda entry: entry.chunk is None)
+        samples = [entry.request.next_sample() for entry in launched if entry.samples]
+        for entry in launched:
+            entry.request.num_in_flight += entry.samples
+        self._last_step += 1
+        self._launched.append((self._last_step, launched))
+        return StepPlan(
+            step=self._last_step,
+            setups=decisions.setups,
+            new_pages=decisions.new_pages,
+            chunks=[entry.chunk for entry in launched if entry.chunk is not None],
+            rows=[
+                Row(lane=entry.request.lane, position=entry.num_computed - 1)
+                for entry in launched
+                if entry.chunk is None
+            ],
+            samples=samples,
+        )
+
+    def _advance(self, request: Request, count: int) -> Launched:
+        chunk = None if request.is_decoding else request.next_chunk(count)
+        request.num_computed += count
+        return Launched(
+            request=request,
+            num_preemptions=request.num_preemptions,
+            num_computed=request.num_computed,
+            samples=request.num_computed == request.num_tokens,
+            chunk=chunk,
+        )
+
+    # ---- results ----
+
+    def commit(self, result: StepResult) -> list[Delta]:
+        """Take in what the oldest launched step yielded: tokens, full blocks, ends. What only it held back is free."""
+        step, launched = self._launched.popleft()
+        assert step == result.step, f"step {step} was launched, {result.step} came back"
+        self._blocks.end_step(step)
+        self._lanes.end_step(step)
+        self._counters.num_steps += 1
+        yielded = iter(zip(result.token_ids, result.logprobs, strict=True))
+        prompt_logprobs = iter(result.prompt_logprobs)
+        deltas: list[Delta] = []
+        for entry in launched:
+            request = entry.request
+            token = next(yielded) if entry.samples else None
+            if entry.chunk is not None:
+                request.note_prompt_logprobs(entry.chunk, next(prompt_logprobs))
+            if request.status is Status.FINISHED:
+                continue  # it ended while this step was in flight
+            if request.status is Status.RUNNING and request.num_preemptions == entry.num_preemptions:
+                self._blocks.publish(request.id, request.token_ids, entry.num_computed)
+            if token is not None:
+                deltas.append(self._take_token(request, *token))
+        return deltas
+
+    def take_ended(self) -> list[Delta]:
+        """The last deltas of requests that ended outside of a step's result."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def stats(self) -> Stats:
+        """Counters since the start, and gauges as of now."""
+        counters = self._counters
+        counters.num_running, counters.num_waiting = len(self._running), len(self._waiting)
+        counters.num_pages, counters.num_pages_used = self._blocks.num_pages, self._blocks.num_held
+        return counters
+
+    def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
+        request.num_in_flight -= 1
+        request.token_ids.append(token_id)
+        self._counters.generation_tokens += 1
+        if token_id in request.end_token_ids:
+            request.stop_token_id = token_id
+            self._finish(request, "stop")
+        elif request.num_output_tokens >= request.params.max_tokens:
+            self._finish(request, "length")
+        delta = self._delta(request)
+        delta.token_ids = [token_id]
+        delta.logprobs = None if logprobs is None else [logprobs]
+        return delta
+
+    def _delta(self, request: Request) -> Delta:
+        delta = Delta(request_id=request.id, finish_reason=request.finish_reason, stop_token_id=request.stop_token_id)
+        if request.awaits_prompt_logprobs and request.finish_reason != "abort":
+            delta.prompt_logprobs = request.prompt_logprobs
+        if not request.first_delta_sent or request.finish_reason is not None:
+            delta.cached_tokens = request.num_cached or 0
+        request.first_delta_sent = True
+        return delta
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is Status.RUNNING:
+            self._vacate(request)
+        else:
+            self._waiting.remove(request)
+        request.status, request.finish_reason = Status.FINISHED, reason
+        del self._requests[request.id]
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's pages and lane; it will compute again what the prefix cache has lost by then."""
+        self._vacate(request)
+        request.status, request.num_computed = Status.WAITING, 0
+        request.num_preemptions += 1
+        insort(self._waiting, request, key=lambda request: request.arrival)
+        self._counters.num_preemptions += 1
+
+    def _vacate(self, request: Request) -> None:
+        self._running.remove(request)
+        self._blocks.close(request.id, self._last_step)
+        self._lanes.release([request.lane], self._last_step)
+        request.lane = -1
+
+    def clear_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._blocks.clear_cache()
+
+    def check(self) -> None:
+        """Assert every invariant of queue, lanes and blocks."""
+        self._blocks.check()
+        self._lanes.check(request.lane for request in self._running)
+        for queue in (self._waiting, self._running):
+            arrivals = [request.arrival for request in queue]
+            assert arrivals == sorted(set(arrivals)), "a queue is out of order"
+        alive = {request.id for request in [*self._waiting, *self._running]}
+        assert alive == self._requests.keys(), "a request is in no queue, or in one after its end"
+        for request in self._running:
+            assert 0 <= request.num_computed <= request.num_tokens
+            assert len(self._blocks.pages(request.id)) * BLOCK_SIZE >= request.num_computed

@@ -1,0 +1,100 @@
+"""How large the engine may be: device, dtype, context and number of pages, decided once at start.
+
+Owns: the arithmetic and its refusals. Does not know: models' modules or requests.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from minserve.config import BLOCK_SIZE, EngineConfig
+from minserve.errors import ConfigError
+from minserve.memory.blocks import blocks_for
+from minserve.memory.pages import KVPages
+from minserve.models.config import ModelConfig
+
+GIB = 2**30
+CPU_SHARE_OF_FREE_MEMORY = 0.25
+CUDA_WORKSPACE_BYTES = 2 * GIB
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The configured device, or CUDA if there is one."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The configured dtype; else on a GPU the checkpoint's (bfloat16 for a float32 one), on a CPU bfloat16 if the CPU
+    computes in it and float32 if not."""
+    if config.dtype != "auto":
+        return _torch_dtype(config.dtype)
+    if device.type == "cuda":
+        return torch.bfloat16 if model.dtype == "float32" else _torch_dtype(model.dtype)
+    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype {name!r} is unknown; use float32, bfloat16 or float16")
+    return dtype
+
+
+def choose_context(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_bytes: int) -> tuple[int, int]:
+    """(max_model_len, num_pages): pages enough for one request of max_model_len tokens, and as many as kv_bytes hold
+    or max_num_seqs such requests need."""
+    page_bytes = KVPages.bytes_per_page(model, dtype)
+    longest = model.max_context
+    wanted = config.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(f"--max-model-len {wanted}: this model's positions end at {longest}")
+    num_pages = min(kv_bytes // page_bytes, config.max_num_seqs * blocks_for(wanted))
+    fits = num_pages * BLOCK_SIZE
+    if wanted > fits and (config.max_model_len is not None or fits < BLOCK_SIZE):
+        raise ConfigError(
+            f"a context of {wanted} tokens needs {blocks_for(wanted) * page_bytes / GIB:.2f} GiB of KV cache and "
+            f"{kv_bytes / GIB:.2f} GiB are there; lower --max-model-len to {fits} or raise --kv-cache-memory"
+        )
+    return min(wanted, fits), num_pages
+
+
+def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for KV pages, after the weights have been loaded."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    if device.type == "cpu":
+        return int(available_host_bytes() * CPU_SHARE_OF_FREE_MEMORY)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - CUDA_WORKSPACE_BYTES)
+
+
+def available_host_bytes() -> int:
+    """Host memory that this process could still take: what is free, within the container's limit."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0] != "max":
+        available = min(available, int(limit[0]) - int(used[0]))
+    return max(0, available)
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies in bfloat16, rather than by way of float32."""
+    flags = {
+        flag for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features")) for flag in line.split()
+    }
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

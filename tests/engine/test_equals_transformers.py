@@ -1,0 +1,59 @@
+"""The default model, greedy, gives transformers' tokens, however the engine serves them."""
+
+import pytest
+
+from minserve import LLM
+
+pytestmark = pytest.mark.slow
+
+TIE = 1e-3
+"""Where the two largest logits are closer than this, float32 sums in another order may swap them."""
+
+
+def assert_same(tokens, reference):
+    expected, gaps = reference
+    for position, (token, other) in enumerate(zip(tokens, expected, strict=False)):
+        if token != other:
+            assert gaps[position] < TIE, f"token {position} is {token}, not {other}, with a gap of {gaps[position]}"
+            return
+    assert len(tokens) == len(expected)
+
+
+def engine(smollm2, **options):
+    return LLM(str(smollm2), dtype="float32", **options)
+
+
+def assert_all_same(completions, references):
+    for completion, reference in zip(completions, references, strict=True):
+        assert_same(completion.token_ids, reference)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_alone(smollm2, prompts, transformers_outputs, run_ahead):
+    llm = engine(smollm2, run_ahead=run_ahead, max_num_seqs=1)
+    assert_all_same([llm.generate(prompt, max_tokens=64)[0] for prompt in prompts], transformers_outputs)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_all_in_one_batch_and_again_with_prefix_hits(smollm2, prompts, transformers_outputs, run_ahead):
+    llm = engine(smollm2, run_ahead=run_ahead)
+    cold = llm.generate(prompts, max_tokens=64)
+    assert all(completion.cached_tokens == 0 for completion in cold)
+    warm = llm.generate(prompts, max_tokens=64)
+    assert [completion.cached_tokens for completion in warm] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    assert_all_same(cold, transformers_outputs)
+    assert_all_same(warm, transformers_outputs)
+    llm.engine.check()
+
+
+def test_prompts_in_chunks_of_at_most_16_tokens(smollm2, prompts, transformers_outputs):
+    llm = engine(smollm2, max_num_seqs=8, max_num_batched_tokens=16)
+    assert_all_same(llm.generate(prompts, max_tokens=64), transformers_outputs)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_so_few_pages_that_requests_are_preempted(smollm2, prompts, transformers_outputs, run_ahead):
+    page_bytes = 30 * 3 * 2 * 16 * 64 * 4
+    llm = engine(smollm2, run_ahead=run_ahead, kv_cache_memory=48 * page_bytes)
+    assert_all_same(llm.generate(prompts, max_tokens=64), transformers_outputs)
+    assert llm.engine.step().stats.num_preemptions > 0

@@ -1,0 +1,52 @@
+"""The wheel: what is a link in the checkout is a real file there, and it works without the checkout."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("pyproject.toml", "README.md", "LICENSE", "minserve", "kernels", "models")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    result = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from links to the checkout's parts, so that no build folder appears in it."""
+    source = tmp_path_factory.mktemp("source")
+    for part in PARTS:
+        (source / part).symlink_to(ROOT / part)
+    out = tmp_path_factory.mktemp("wheel")
+    run("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, source, cwd=source)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_of_the_checkout(wheel: Path) -> None:
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "minserve").rglob("*.py")}
+    for folder in ("kernels", "models"):
+        modules |= {f"minserve/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    assert packed == modules
+
+
+@pytest.mark.slow
+def test_the_unpacked_wheel_is_imported_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "import minserve.kernels, minserve.models.config as config; print(minserve.kernels.__file__, config.__file__)"
+    )
+    printed = run("-I", "-c", code, tmp_path, cwd=tmp_path)
+    assert printed.split() == [
+        str(tmp_path / "minserve/kernels/__init__.py"),
+        str(tmp_path / "minserve/models/config.py"),
+    ]
