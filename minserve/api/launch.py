@@ -9,7 +9,9 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
+
+from tqdm import tqdm
 
 from minserve.api.engine import Engine
 from minserve.api.server import EXIT_ENGINE_DIED, EXIT_OK, Server, address_of
@@ -41,10 +43,12 @@ async def launch(
 ) -> int:
     """Serve on a bound socket until told to stop; the process's exit code."""
     loop = asyncio.get_running_loop()
-    loading = asyncio.ensure_future(start_engine(engine_config, on_starting=_log_starting))
+    bar = LoadingBar()
+    loading = asyncio.ensure_future(start_engine(engine_config, on_starting=bar.show))
     try:
         _on_signals(loop, loading.cancel)
         engine = await loading
+        bar.close()
         server = Server(Service(config, engine, tokenizer, template), sock)
         _on_signals(loop, server.request_stop)
         await server.start()
@@ -59,6 +63,7 @@ async def launch(
         logger.error("the engine died while loading: %s", error)
         return EXIT_ENGINE_DIED
     finally:
+        bar.close()
         sock.close()
         for number in SIGNALS:
             loop.remove_signal_handler(number)
@@ -76,8 +81,22 @@ def describe(config: ServerConfig, info: Ready) -> list[str]:
     ]
 
 
-def _log_starting(starting: Starting) -> None:
-    logger.info(starting.message)
+class LoadingBar:
+    """The progress of the weights: a bar on a terminal, nothing in a log."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[NoReturn] | None = None
+
+    def show(self, starting: Starting) -> None:
+        """Take the engine's word for how far it is."""
+        if self._bar is None:
+            self._bar = tqdm(total=starting.total_bytes, desc="weights", unit="B", unit_scale=True, disable=None)
+        self._bar.update(starting.loaded_bytes - self._bar.n)
+
+    def close(self) -> None:
+        """Leave the terminal to others."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], object]) -> None:

@@ -11,14 +11,13 @@ import msgspec
 
 from minserve.api.body import convert
 from minserve.errors import RequestError
+from minserve.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES = 1024
 """Texts that one request may ask for: prompts times n."""
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIAS = 1024
 
 
 class Bound(NamedTuple):
@@ -48,9 +47,9 @@ BOUNDS: dict[str, Bound] = {
     "presence_penalty": Bound(-2, 2),
     "frequency_penalty": Bound(-2, 2),
     "seed": Bound(-(2**63), 2**63 - 1),
-    "logprobs": Bound(0, 20),
-    "top_logprobs": Bound(0, 20),
-    "prompt_logprobs": Bound(0, 20),
+    "logprobs": Bound(0, MAX_LOGPROBS),
+    "top_logprobs": Bound(0, MAX_LOGPROBS),
+    "prompt_logprobs": Bound(0, MAX_LOGPROBS),
 }
 
 INERT = frozenset(
