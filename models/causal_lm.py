@@ -4,6 +4,8 @@ Owns: the order of computation, and which part of which parameter each tensor of
 Does not know: where weights come from, what a batch is made of, or how attention finds earlier keys and values.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -68,6 +70,10 @@ class CausalLM(nn.Module):
             x, residual = layer(x, residual, rope, attend)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
+
+    if TYPE_CHECKING:
+
+        def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] from `forward`. Returns [rows, vocab] in the model's dtype."""

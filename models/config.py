@@ -19,7 +19,13 @@ from minserve.models.fields import Fields, read_json_object
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+# Far above any real model, and low enough that no product of them overflows.
 MAX_LAYERS = 1024
+MAX_SIZE = 2**20
+MAX_VOCAB_SIZE = 2**24
+MAX_ROPE_FACTOR = 4096.0
+MIN_ROPE_THETA = 2.0
 
 _ROPE_FIELDS = frozenset(
     (
@@ -87,17 +93,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         architecture = _architecture(fields)
         num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
         _refuse_unsupported(fields, num_layers)
-        hidden_size = fields.integer("hidden_size")
-        num_heads = fields.integer("num_attention_heads")
+        hidden_size = fields.integer("hidden_size", maximum=MAX_SIZE)
+        num_heads = fields.integer("num_attention_heads", maximum=MAX_SIZE)
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
         rope, max_position_embeddings = _read_rope(fields, rope_scaling)
         return cls(
             architecture=architecture,
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
             hidden_size=hidden_size,
-            intermediate_size=fields.integer("intermediate_size"),
+            intermediate_size=fields.integer("intermediate_size", maximum=MAX_SIZE),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -146,7 +152,7 @@ def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: in
             return 128  # what Qwen3's configuration means by silence
         if hidden_size % num_heads:
             raise fields.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}, or head_dim be given")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    head_dim = fields.integer("head_dim", hidden_size // num_heads, maximum=MAX_SIZE)
     if head_dim % 2:
         raise ConfigError(f"{fields.source}: head_dim is {head_dim}; it must be even, for RoPE turns pairs")
     return head_dim
@@ -167,13 +173,14 @@ def _read_rope(fields: Fields, override: dict[str, Any] | None) -> tuple[RopeCon
     rope_scaling, whose kind is called type or rope_type.
     """
     written = _rope_object(fields)
-    theta = written.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = fields.number("rope_theta", 10000.0, minimum=MIN_ROPE_THETA)
+    theta = written.number("rope_theta", theta, minimum=MIN_ROPE_THETA)
     scaling = written
     if override is not None:
         scaling = Fields(override, "--rope-scaling")
         if unknown := scaling.names() - _ROPE_FIELDS:
             raise ConfigError(f"--rope-scaling: {min(unknown)} is unknown; known are {', '.join(sorted(_ROPE_FIELDS))}")
-        theta = scaling.number("rope_theta", theta)
+        theta = scaling.number("rope_theta", theta, minimum=MIN_ROPE_THETA)
     if scaling.number("partial_rotary_factor", 1.0) != 1.0:
         raise scaling.error("partial_rotary_factor", "1")
     kind_name = "rope_type" if scaling.has("rope_type") or not scaling.has("type") else "type"
@@ -182,7 +189,7 @@ def _read_rope(fields: Fields, override: dict[str, Any] | None) -> tuple[RopeCon
     max_positions = fields.integer("max_position_embeddings", 2048)
     if kind == "default":
         return RopeConfig(theta=theta), max_positions
-    factor = scaling.number("factor", minimum=1.0)
+    factor = scaling.number("factor", minimum=1.0, maximum=MAX_ROPE_FACTOR)
     if kind == "linear":
         # A file's length counts its own scaling; one from the command line comes on top.
         longest = max_positions if override is None else int(max_positions * factor)

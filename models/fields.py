@@ -5,7 +5,6 @@ Does not know: what any field means.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,21 +57,17 @@ class Fields:
             raise self.error(name, f"a whole number from 1 to {maximum}")
         return value
 
-    def number(self, name: str, default: float | None = None, *, minimum: float = 0.0) -> float:
-        """A finite number above 0 and at least minimum."""
+    def number(
+        self, name: str, default: float | None = None, *, minimum: float = 1e-12, maximum: float = 1e12
+    ) -> float:
+        """A number from minimum to maximum."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
-        allowed = f"a number of at least {minimum:g}" if minimum else "a number above 0"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(name, allowed)
-        try:
-            number = float(value)
-        except OverflowError:
-            raise self.error(name, allowed) from None
-        if not (math.isfinite(number) and number > 0 and number >= minimum):
-            raise self.error(name, allowed)
-        return number
+        # Python compares whole numbers of any size with floats exactly, and NaN with nothing.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+            raise self.error(name, f"a number from {minimum:g} to {maximum:g}")
+        return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._values.get(name)
