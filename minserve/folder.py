@@ -1,0 +1,37 @@
+"""Which file a name in a model folder may mean.
+
+Owns: the rule that nothing outside the folder is read, whatever an index, a file name or a link says.
+Does not know: what the files hold.
+"""
+
+from pathlib import Path, PurePosixPath
+
+from minserve.errors import WeightsError
+
+
+def file_in_folder(folder: Path, name: str) -> Path:
+    """The regular file `name` of a model folder, links followed. Raises WeightsError if it is not there or not inside.
+
+    name: relative, with "/" between parts; it may come from a file in the folder and is not trusted.
+    A link may lead anywhere inside the folder, and in the hub's cache (models--org--name/snapshots/revision, whose
+    entries link to models--org--name/blobs) anywhere inside that model's own part of the cache.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+        raise WeightsError(f"{folder}: the file name {name!r} leads outside the model folder")
+    try:
+        root = folder.resolve(strict=True)
+        path = root.joinpath(*parts).resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise WeightsError(f"{folder}: there is no file {name!r}") from error
+    if not path.is_relative_to(_boundary(root)):
+        raise WeightsError(f"{folder}: {name!r} is a link to {path}, outside the model folder")
+    if not path.is_file():
+        raise WeightsError(f"{folder}: {name!r} is not a regular file")
+    return path
+
+
+def _boundary(root: Path) -> Path:
+    """The folder that links from a (resolved) model folder may not leave."""
+    in_hub_cache = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
+    return root.parent.parent if in_hub_cache else root

@@ -1,0 +1,95 @@
+"""A decoder-only language model: embedding, layers, final norm, head.
+
+Owns: the order of computation, and which part of which parameter each tensor of a checkpoint is.
+Does not know: where weights come from, what a batch is made of, or how attention finds earlier keys and values.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minserve.kernels.rope import gather_rope
+from minserve.models.config import ModelConfig
+from minserve.models.layers import Attend, FusedLinear, GatedMLP, ResidualRMSNorm, Rope, SelfAttention
+from minserve.models.rope import make_rope_table
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream by the norm after it."""
+
+    def __init__(self, config: ModelConfig, attention: SelfAttention) -> None:
+        super().__init__()
+        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [tokens, hidden], what the layer before adds to the residual. Returns the same two of this layer."""
+        x, residual = self.input_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(x, rope, attend), residual)
+        return self.mlp(x), residual
+
+
+class CausalLM(nn.Module):
+    """Token ids in, hidden states and logits out; for inference only.
+
+    attention: the self-attention of each layer, in order. The names of modules are those of Hugging Face checkpoints.
+    Call `set_max_positions` once the weights are on their device, before the first forward pass.
+    """
+
+    rope_table: torch.Tensor
+    """[num_positions, 2, head_dim / 2] float32; computed, never part of a checkpoint."""
+
+    def __init__(self, config: ModelConfig, attention: list[SelfAttention]) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, part) for part in attention)
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("rope_table", torch.empty(0, 2, config.head_dim // 2), persistent=False)
+        self.requires_grad_(False)
+
+    def set_max_positions(self, num_positions: int) -> None:
+        """Make the RoPE table, for positions 0 to num_positions - 1, on the device of the weights."""
+        device = self.embed_tokens.weight.device
+        self.rope_table = make_rope_table(self.config.rope, self.config.head_dim, num_positions, device)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """token_ids, positions: [tokens] int64, of one or many sequences. Returns [tokens, hidden], normalized."""
+        rope = gather_rope(self.rope_table, positions)
+        x, residual = self.embed_tokens(token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, attend)
+        hidden: torch.Tensor = self.norm(x, residual)[0]
+        return hidden
+
+    if TYPE_CHECKING:
+
+        def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [rows, hidden] from `forward`. Returns [rows, vocab] in the model's dtype."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden, head.weight)
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that a checkpoint must have, by its name there: a view of the parameter that it belongs in."""
+        tensors: dict[str, torch.Tensor] = {}
+        for path, module in self.named_modules():
+            prefix = "" if path == "lm_head" else "model."
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(module, FusedLinear):
+                    parent = path.rpartition(".")[0]
+                    pieces = torch.split(parameter, list(module.parts.values()))
+                    tensors |= {f"{prefix}{parent}.{part}.{name}": piece for part, piece in zip(module.parts, pieces)}
+                else:
+                    tensors[f"{prefix}{path}.{name}"] = parameter
+        return tensors

@@ -1,0 +1,99 @@
+"""The parts that decoder-only models are made of.
+
+Owns: fused projections, norms, the gated MLP, and the frame of self-attention.
+Does not know: where keys and values are kept; that is the business of the `Attend` that a forward pass is given.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from minserve.kernels.rms_norm import add_rms_norm, rms_norm
+from minserve.kernels.silu_mul import silu_mul
+from minserve.models.config import ModelConfig
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of a pass's tokens, as kernels.rope.gather_rope gives them."""
+
+
+class Attend(Protocol):
+    """Stores k and v of new tokens and attends them and all that came before."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; norm and RoPE are in them.
+
+        They may be views with gaps between tokens; each head is contiguous. Returns [tokens, heads * head_dim].
+        """
+
+
+class FusedLinear(nn.Linear):
+    """Several projections of one input as one matrix, stacked along the output.
+
+    parts: the checkpoint's name of each projection and its number of outputs, in order.
+    """
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias)
+        self.parts = dict(parts)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm with a learnt weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class ResidualRMSNorm(RMSNorm):
+    """Adds what the part before it made to the residual stream, and normalizes the stream for the part after it."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """x, residual: [tokens, hidden]; residual None: the stream begins with x. Returns (normalized, residual)."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias)
+        self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        out: torch.Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return out
+
+
+class SelfAttention(nn.Module):
+    """The projections around attention. How q and k become ready to be compared differs by model: `prepare`."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+
+    def prepare(self, qkv: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split qkv: [tokens, heads + 2 * kv_heads, head_dim] by kind, and normalize and rotate what the model does."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]."""
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        out: torch.Tensor = self.o_proj(attend(self.layer, *self.prepare(qkv, rope)))
+        return out
