@@ -7,17 +7,15 @@ Exit codes: 0 stopped, 1 the engine died, 2 the configuration cannot be served, 
 """
 
 import argparse
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from minserve.config import EngineConfig, ServerConfig
 from minserve.errors import ConfigError
-from minserve.flags import build_parser
+from minserve.flags import parse_args
 
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
@@ -25,7 +23,7 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
-    args = build_parser().parse_args(argv)
+    args = parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
         return _serve(args)
@@ -47,37 +45,37 @@ def _serve(args: argparse.Namespace) -> int:
     from minserve.text.chat import ChatTemplate
     from minserve.text.tokenizer import Tokenizer
     from minserve.text.toolcalls import tool_parser_class
+
+    # What can be wrong is found before anything that takes long.
+    if args.tool_call_parser is not None:
+        tool_parser_class(args.tool_call_parser)
+    with bind(args.host, args.port) as sock:
+        name, model_folder, tokenizer_folder = _find_model(args)
+        tokenizer = Tokenizer.from_folder(tokenizer_folder, model_folder=model_folder)
+        template = ChatTemplate.from_folder(tokenizer_folder, args.chat_template)
+        server_config = server_config_of(args, name, model_folder, tokenizer_folder)
+        engine_config = engine_config_of(
+            args, model_folder, eos_token_ids=tokenizer.eos_token_ids, token_id_ranges=tokenizer.token_id_ranges
+        )
+        return uvloop.run(launch(server_config, engine_config, tokenizer, template, EngineClient.start, sock))
+
+
+def _find_model(args: argparse.Namespace) -> tuple[str, Path, Path]:
+    """What the user calls the model, its folder and its tokenizer's; downloads what is not there."""
     from minserve.weights.default_model import DEFAULT_MODEL_NAME, ensure_default_model
     from minserve.weights.hub import resolve_model, resolve_tokenizer
 
-    # What can be wrong is found before anything that takes long.
-    template_text = _read_template(args.chat_template)
-    if args.tool_call_parser is not None:
-        tool_parser_class(args.tool_call_parser)
-    sock = bind(args.host, args.port)
     if args.model is None:
         name, model_folder = DEFAULT_MODEL_NAME, ensure_default_model()
     else:
-        need_weights = args.load_format != "dummy"
         name = args.model
-        model_folder = resolve_model(name, revision=args.revision, need_weights=need_weights)
-    tokenizer_folder = resolve_tokenizer(args.tokenizer) if args.tokenizer else model_folder
-    tokenizer = Tokenizer.from_folder(tokenizer_folder, model_folder=model_folder)
-    template = ChatTemplate.from_folder(tokenizer_folder, template_text)
-    server_config = server_config_of(args, name, model_folder, tokenizer_folder)
-    engine_config = engine_config_of(
-        args, model_folder, eos_token_ids=tokenizer.eos_token_ids, token_id_ranges=tokenizer.token_id_ranges
-    )
-    return uvloop.run(launch(server_config, engine_config, tokenizer, template, EngineClient.start, sock))
+        model_folder = resolve_model(name, revision=args.revision, need_weights=args.load_format != "dummy")
+    return name, model_folder, resolve_tokenizer(args.tokenizer) if args.tokenizer else model_folder
 
 
 def server_config_of(args: argparse.Namespace, name: str, model_folder: Path, tokenizer_folder: Path) -> ServerConfig:
     """What the API process is built from. name: what the user called the model."""
     keys = tuple(args.api_key) or tuple(filter(None, [os.environ.get("MINSERVE_API_KEY")]))
-    if any(not key.strip() or key != key.strip() for key in keys):
-        raise ConfigError("--api-key: a key must not be empty nor begin or end with a space")
-    if args.enable_auto_tool_choice != (args.tool_call_parser is not None):
-        raise ConfigError("--enable-auto-tool-choice and --tool-call-parser belong together: give both or neither")
     return ServerConfig(
         model_path=str(model_folder),
         tokenizer_path=str(tokenizer_folder),
@@ -85,7 +83,7 @@ def server_config_of(args: argparse.Namespace, name: str, model_folder: Path, to
         host=args.host,
         port=args.port,
         api_keys=keys,
-        chat_template=_read_template(args.chat_template),
+        chat_template=args.chat_template,
         enable_auto_tool_choice=args.enable_auto_tool_choice,
         tool_call_parser=args.tool_call_parser,
         max_num_waiting=args.max_num_waiting,
@@ -114,33 +112,11 @@ def engine_config_of(
         kv_cache_memory=args.kv_cache_memory,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=args.enable_prefix_caching,
-        rope_scaling=_rope_scaling(args.rope_scaling),
+        rope_scaling=args.rope_scaling,
         eos_token_ids=eos_token_ids,
         token_id_ranges=token_id_ranges,
         seed=args.seed,
     )
-
-
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-        raise ConfigError(f"--chat-template {path}: {reason}") from None
-
-
-def _rope_scaling(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--rope-scaling is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError('--rope-scaling must be a JSON object, such as {"rope_type": "yarn", "factor": 4.0}')
-    return value
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ Does not know: what the flags do.
 """
 
 import argparse
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from minserve import __version__
@@ -81,6 +83,34 @@ def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Ca
     return parse
 
 
+def rope_scaling(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('must be a JSON object, such as {"rope_type": "yarn", "factor": 4.0}')
+    return value
+
+
+def file_text(path: str) -> str:
+    """An argparse type: the text of a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"{path} is not UTF-8") from None
+
+
+def api_key(text: str) -> str:
+    """An argparse type: a key that a header can carry."""
+    if not text or not text.isprintable() or text != text.strip():
+        raise argparse.ArgumentTypeError("must not be empty nor begin or end with a space")
+    return text
+
+
 def _one(text: str) -> int:
     if text != "1":
         raise argparse.ArgumentTypeError(f"only 1 is supported by this version, got {text}")
@@ -118,6 +148,15 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags, checked; a mistake is told in one line and ends the process with 2."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.enable_auto_tool_choice != (args.tool_call_parser is not None):
+        parser.error("--enable-auto-tool-choice and --tool-call-parser belong together: give both or neither")
+    return args
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command's parser."""
     parser = _Parser(
@@ -148,19 +187,27 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     add("--model", "--model-path", metavar="MODEL", help="a folder, a .gguf file or a Hugging Face name")
     add("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
     add("--tokenizer", "--tokenizer-path", metavar="NAME", help="folder or name, if not the model's own")
-    add("--chat-template", metavar="FILE", help="a Jinja file, in place of the model's own template")
+    add("--chat-template", type=file_text, metavar="FILE", help="a Jinja file, in place of the model's own template")
     add("--served-model-name", nargs="+", metavar="NAME", help="what clients call it (default: MODEL)")
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of weights and KV")
     add("--max-model-len", "--context-length", type=parse_size, metavar="N", help="context in tokens, also 64k")
-    add("--rope-scaling", metavar="JSON", help='such as {"rope_type": "yarn", "factor": 4.0}')
+    add("--rope-scaling", type=rope_scaling, metavar="JSON", help='such as {"rope_type": "yarn", "factor": 4.0}')
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1; 0.0.0.0: from anywhere)")
     add("--port", type=number(int, 0, 65535), default=8000, help="default 8000; 0: any free one")
-    add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="needed to call; or MINSERVE_API_KEY")
+    add(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        type=api_key,
+        default=[],
+        metavar="KEY",
+        help="needed to call; or MINSERVE_API_KEY",
+    )
     add("--enable-auto-tool-choice", action="store_true", help="let the model call tools (with --tool-call-parser)")
     add("--tool-call-parser", metavar="NAME", help="the format of the model's tool calls, such as hermes")
     add("--max-num-waiting", type=number(int, 0), default=1024, metavar="N", help="queue length (default 1024)")
