@@ -1,4 +1,4 @@
-"""Servers to test against: a scripted engine behind the real server object."""
+"""Servers to test against: a scripted engine behind the real server object, and the real command as a process."""
 
 import asyncio
 import json
@@ -17,6 +17,7 @@ from minserve.api.service import Service
 from minserve.config import ServerConfig
 from tests.api import tiny
 from tests.api.fake_engine import FakeEngine
+from tests.api.real import RealServer
 
 MODEL = "tiny"
 
@@ -140,3 +141,25 @@ async def start(model_folder) -> AsyncIterator[Callable[..., Any]]:
 async def running(start) -> Running:
     """A server with default options."""
     return await start()
+
+
+@pytest.fixture(scope="session")
+def real_server():
+    """The command with its default model, shared by the tests that leave it as it was."""
+    server = RealServer("--device", "cpu", "--max-num-seqs", "4")
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def start_real():
+    """start_real(*flags) -> RealServer, for the tests that end it."""
+    servers = []
+
+    def start(*flags: str) -> RealServer:
+        servers.append(RealServer("--device", "cpu", *flags))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.end()
