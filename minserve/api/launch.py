@@ -17,7 +17,7 @@ from minserve.api.engine import Engine
 from minserve.api.server import EXIT_ENGINE_DIED, EXIT_OK, Server, address_of
 from minserve.api.service import Service
 from minserve.config import BLOCK_SIZE, EngineConfig, ServerConfig
-from minserve.errors import EngineDeadError
+from minserve.errors import ConfigError, EngineDeadError
 from minserve.protocol import Ready, Starting
 from minserve.text.chat import ChatTemplate
 from minserve.text.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ async def launch(
     sock: socket.socket,
 ) -> int:
     """Serve on a bound socket until told to stop; the process's exit code."""
+    logger.info("loading %s from %s", config.served_model_names[0], config.model_path)
     loop = asyncio.get_running_loop()
     bar = LoadingBar()
     loading = asyncio.ensure_future(start_engine(engine_config, on_starting=bar.show))
@@ -49,13 +50,7 @@ async def launch(
         _on_signals(loop, loading.cancel)
         engine = await loading
         bar.close()
-        server = Server(Service(config, engine, tokenizer, template), sock)
-        _on_signals(loop, server.request_stop)
-        await server.start()
-        for line in describe(config, engine.info):
-            logger.info(line)
-        logger.info("ready at %s (OpenAI API under /v1)", address_of(sock))
-        return await server.run()
+        return await _serve(config, engine, tokenizer, template, sock)
     except asyncio.CancelledError:
         logger.info("stopped while loading")
         return EXIT_OK
@@ -67,6 +62,23 @@ async def launch(
         sock.close()
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+
+
+async def _serve(
+    config: ServerConfig, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate, sock: socket.socket
+) -> int:
+    server = Server(Service(config, engine, tokenizer, template), sock)
+    _on_signals(asyncio.get_running_loop(), server.request_stop)
+    try:
+        await server.start()
+    except ConfigError:
+        await server.close()
+        await engine.stop(0.0)
+        raise
+    for line in describe(config, engine.info):
+        logger.info(line)
+    logger.info("ready at %s (OpenAI API under /v1)", address_of(sock))
+    return await server.run()
 
 
 def describe(config: ServerConfig, info: Ready) -> list[str]:

@@ -11,8 +11,9 @@ import msgspec
 
 from minserve.api.body import convert
 from minserve.api.generation import Choice
+from minserve.api.messages import Message, Tool
 from minserve.api.sampling import choice_seed, context_overflow
-from minserve.api.schemas import ChatRequest, GenerationRequest, Message, TokenizeRequest, Tool
+from minserve.api.schemas import ChatRequest, GenerationRequest, TokenizeRequest
 from minserve.api.service import Service
 from minserve.errors import RequestError
 from minserve.protocol import SamplingParams, Submit

@@ -75,9 +75,12 @@ class Server:
         self._activity: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen."""
+        """Listen. Raises ConfigError if another server that was bound to the port too has come first."""
         await self._runner.setup()
-        await web.SockSite(self._runner, self._sock, backlog=BACKLOG).start()
+        try:
+            await web.SockSite(self._runner, self._sock, backlog=BACKLOG).start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {address_of(self._sock)}: {error.strerror}") from None
         self._activity = asyncio.create_task(log_activity(lambda: self._service.engine.stats))
 
     def request_stop(self) -> None:

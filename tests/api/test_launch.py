@@ -86,6 +86,24 @@ async def test_a_configuration_that_the_engine_refuses_is_the_commands_to_tell(r
         await run(refuses)[1]
 
 
+async def test_a_port_that_another_server_took_meanwhile_is_told_and_the_engine_is_ended(run, model_folder):
+    engine = FakeEngine(tiny.load(model_folder)[0])
+    ready = asyncio.Event()
+
+    async def start_engine(config, *, on_starting):
+        await ready.wait()
+        return engine
+
+    port, running = run(start_engine)
+    other = bind("127.0.0.1", port)
+    other.listen()
+    ready.set()
+    with pytest.raises(ConfigError, match="cannot listen"):
+        await running
+    assert engine.stop_timeouts == [0.0]
+    other.close()
+
+
 def test_a_port_in_use_is_told_before_anything_is_loaded():
     sock = bind("127.0.0.1", 0)
     sock.listen()
