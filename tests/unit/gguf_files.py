@@ -122,7 +122,10 @@ def model_metadata(model):
 
 
 def write_gguf(path, model, *, quantization=Quantization.F32, metadata=None, tensors=None):
-    """Write `model`: matrices quantized, vectors F32. metadata and tensors are added; None takes one away."""
+    """Write `model`: matrices quantized, vectors F32. metadata and tensors are added; None takes one away.
+
+    A tensor may also be a pair of bytes, already quantized, and their type.
+    """
     arch = model.config.model_type
     writer = gguf.GGUFWriter(path, arch)
     for key, value in (model_metadata(model) | tokenizer_metadata() | (metadata or {})).items():
@@ -130,7 +133,9 @@ def write_gguf(path, model, *, quantization=Quantization.F32, metadata=None, ten
             _add(writer, key, value)
     by_name = {gguf_name(name): gguf_order(model.config, name, array) for name, array in hf_tensors(model).items()}
     for name, array in (by_name | (tensors or {})).items():
-        if array is not None and array.ndim == 2:
+        if isinstance(array, tuple):
+            writer.add_tensor(name, array[0], raw_dtype=array[1])
+        elif array is not None and array.ndim == 2:
             writer.add_tensor(name, gguf.quantize(array, quantization), raw_dtype=quantization)
         elif array is not None:
             writer.add_tensor(name, array)

@@ -72,6 +72,22 @@ class TestWeights:
             expected = gguf.dequantize(gguf.quantize(array, kind), kind) if array.ndim == 2 else array
             np.testing.assert_array_equal(converted[hf_name], expected, err_msg=hf_name)
 
+    @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+    def test_types_that_only_llama_cpp_can_write_are_read(self, convert, name):
+        kind = Quantization[name]
+        block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
+        # Bytes under 0x40 everywhere, so that no half-precision scale among them is infinite.
+        blocks = np.random.default_rng(0).integers(0, 0x40, (64, block_bytes), dtype=np.uint8)
+        folder = convert(tiny_model("llama", intermediate_size=256), tensors={"blk.1.ffn_down.weight": (blocks, kind)})
+        converted = load_file(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+        assert converted.shape == (64, 256)
+        np.testing.assert_array_equal(converted, gguf.dequantize(blocks, kind))
+
+    def test_a_type_that_is_no_weights_format_is_refused(self, convert):
+        integers = np.zeros((64, 96), np.int32)
+        with pytest.raises(ConfigError, match=r"blk\.1\.ffn_down\.weight is stored as I32"):
+            convert(tiny_model("llama"), tensors={"blk.1.ffn_down.weight": (integers, Quantization.I32)})
+
     @pytest.mark.parametrize(("name", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
     def test_stored_floats_stay_bit_for_bit(self, convert, name, dtype):
         model = tiny_model("llama")
@@ -197,6 +213,7 @@ class TestRefusals:
             ({"llama.block_count": "two"}, "llama.block_count must be of type int, not 'two'"),
             ({"llama.block_count": 3}, "lacks 9 tensors: blk.2"),
             ({"llama.block_count": 1}, "9 tensors of no known use: blk.1"),
+            ({"llama.block_count": 4_000_000_000}, "4000000000 layers, but 20 tensors"),
             ({"llama.attention.head_count": 8}, "blk.0.attn_q.weight has 128 rows, not 8 heads x 32"),
             ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "must be positive and finite"),
             ({"llama.rope.freq_base": float("inf")}, "must be positive and finite"),
@@ -220,10 +237,11 @@ class TestRefusals:
         ("tensors", "message"),
         [
             ({"blk.1.ffn_up.weight": None}, "lacks 1 tensors: blk.1.ffn_up.weight"),
+            ({"output_norm.weight": np.zeros((1, 64), np.float32)}, r"output_norm.weight has the shape \(1, 64\)"),
             ({"blk.0.ffn_gate_inp.weight": np.zeros((4, 64), np.float32)}, "no known use: blk.0.ffn_gate_inp.weight"),
         ],
     )
-    def test_missing_and_left_over_tensors_are_named(self, convert, tensors, message):
+    def test_missing_left_over_and_misshapen_tensors_are_named(self, convert, tensors, message):
         with pytest.raises(WeightsError, match=message):
             convert(tiny_model("llama"), tensors=tensors)
 
