@@ -4,13 +4,13 @@ import json
 
 import gguf
 import pytest
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from minserve.weights.gguf import convert_gguf
-from tests.unit.gguf_files import SPECIAL_TOKENS, tiny_model, tiny_vocabulary, tokenizer_metadata, write_gguf
+from tests.unit.gguf_files import tiny_model, tiny_vocabulary, tokenizer_metadata, write_gguf
 
 TEXTS = [
     "The cat's on the mat; it's 12345 days, WE'LL see.",
@@ -123,13 +123,6 @@ class TestAddedTokens:
         assert tokenizer.token_to_id("[PAD320]") is None
         assert tokenizer.get_added_tokens_decoder().keys() == {0, 1, 2}
 
-    def test_they_are_what_the_file_calls_control(self, convert):
-        added = load(convert()).get_added_tokens_decoder()
-        expected = {i: AddedToken(text, special=True, normalized=False) for i, text in enumerate(SPECIAL_TOKENS)}
-        assert {i: (str(token), token.special) for i, token in added.items()} == {
-            i: (str(token), token.special) for i, token in expected.items()
-        }
-
 
 class TestBeginningOfSequence:
     @pytest.mark.parametrize(
@@ -146,6 +139,15 @@ class TestBeginningOfSequence:
         folder = convert(pre=pre, add_bos_token=add_bos_token)
         assert load(folder).encode("").ids == expected
         assert AutoTokenizer.from_pretrained(folder)("").input_ids == expected
+
+    def test_an_end_of_sequence_token_is_added_if_the_file_says_so(self, convert):
+        assert load(convert(add_bos_token=True, add_eos_token=True)).encode("").ids == [1, 2]
+
+    @pytest.mark.parametrize("text", ["$A", "x:1", "$B:y", " "])
+    def test_its_text_may_be_anything(self, convert, text):
+        tokens, _ = tiny_vocabulary()
+        folder = convert(tokens=[tokens[0], text, *tokens[2:]], add_bos_token=True)
+        assert load(folder).encode("").ids == [1]
 
     def test_there_is_none_without_such_a_token(self, convert):
         assert load(convert(bos_token_id=None, add_bos_token=True)).encode("").ids == []
