@@ -10,7 +10,7 @@ import torch
 from minserve.engine.plan import Chunk, Sample, StepPlan, StepResult
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
-from minserve.models.layers import CausalLM
+from minserve.models.causal_lm import CausalLM
 from minserve.protocol import TokenLogprobs
 from minserve.runner.attention import DecodeAttention, PrefillAttention
 from minserve.runner.sampler import Sampler, report_logprobs
