@@ -47,6 +47,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     served_model_names: the names that clients may use; the first is the one that answers carry.
     chat_template: the template's text, in place of the model's own.
+    max_num_waiting: requests beyond the running ones that may queue; more are refused with 503.
+    max_request_bytes: a longer body is refused with 413.
     shutdown_timeout_s: how long SIGTERM lets running requests finish.
     """
 
@@ -60,5 +62,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     max_num_waiting: int = 1024
+    max_request_bytes: int = 32 * 2**20
     shutdown_timeout_s: float = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
@@ -98,7 +98,7 @@ class EngineClient:
     def process_id(self) -> int:
         return self._process.pid
 
-    async def generate(self, submit: Submit) -> AsyncIterator[Delta]:
+    async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """The deltas of a request, up to and with its terminal one. Closing the iterator early aborts the request.
 
         Raises EngineDeadError if the engine ends before the request does.

@@ -1,0 +1,114 @@
+"""Bytes of a request body in, a checked Struct out.
+
+Owns: what counts as JSON here (UTF-8, finite numbers, no duplicate keys, no lone surrogates) and how a fault is worded.
+Does not know: what the fields mean (schemas).
+"""
+
+import json
+import math
+import re
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from minserve.errors import RequestError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# msgspec says: "Expected `int`, got `str` - at `$.n`", "Object missing required field `role` - at `$.messages[0]`".
+_PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+_NAMED_FIELD = re.compile(r"^Object (contains|missing) (?P<what>unknown|required) field `(?P<name>.*)`$", re.DOTALL)
+
+
+class UnsupportedMediaTypeError(RequestError):
+    """The body is not plain JSON."""
+
+    status = 415
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """The request's body as a JSON object, without its null members. Raises RequestError (400, 413, 415)."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaTypeError("compressed bodies are not supported: send the body without Content-Encoding")
+    if request.content_type != "application/json":
+        raise UnsupportedMediaTypeError("the body must be JSON: send it with Content-Type: application/json")
+    limit = request.client_max_size
+    if request.content_length is not None and request.content_length > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
+    return decode_object(await request.read())
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Strict JSON to a dict; null members are dropped, since a client's null means "not given"."""
+    try:
+        value = json.loads(
+            body.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+    except RecursionError:
+        raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid UTF-8 (byte {error.start})", code="invalid_json") from None
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    # Only an escape can bring a lone surrogate into text that was valid UTF-8.
+    if b"\\ud" in body or b"\\uD" in body:
+        _refuse_surrogates(value, "")
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def convert(fields: dict[str, Any], kind: type[T], where: str = "") -> T:
+    """fields as a `kind`; what does not fit becomes a RequestError that names the field. where: the path to fields."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        match = _PATH.match(str(error))
+        what, path = (match["what"], match["path"]) if match else (str(error), "")
+        named = _NAMED_FIELD.search(what)
+        names = [where, path, named["name"] if named else ""]
+        param = ".".join(name for name in names if name) or None
+        what = f"{named['what']} field" if named else what[:1].lower() + what[1:]
+        raise RequestError(f"{param}: {what}" if param else what, param=param) from None
+    except RecursionError:
+        raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in unique if keys.count(key) > 1)
+        raise ValueError(f"the key {json.dumps(repeated)} is given twice")
+    return unique
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return number
+
+
+def _refuse_surrogates(value: Any, path: str) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            where = path or "the body"
+            raise RequestError(f"{where}: text holds half of a surrogate pair", param=path or None) from None
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_surrogates(key, path)
+            _refuse_surrogates(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_surrogates(item, f"{path}[{index}]")

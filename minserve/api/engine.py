@@ -1,0 +1,34 @@
+"""What the API needs of an engine: the client of the engine process, or a scripted one in tests.
+
+Does not know: processes, sockets, models.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from minserve.protocol import Delta, Ready, Stats, Submit
+
+
+class Engine(Protocol):
+    """Takes requests and streams their tokens."""
+
+    @property
+    def info(self) -> Ready:
+        """What is served."""
+
+    @property
+    def stats(self) -> Stats:
+        """The gauges and counters of the last step."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine is gone; it never comes back."""
+
+    def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
+        """The request's deltas. Closing the generator early aborts it. Raises EngineDeadError if the engine dies."""
+
+    async def wait_dead(self) -> str:
+        """Returns, with the reason, when the engine has died by itself."""
+
+    async def stop(self, timeout_s: float) -> None:
+        """End what still runs (each request gets its last delta), then end the engine, by force after the timeout."""

@@ -1,0 +1,79 @@
+"""Every failure as a JSON answer in OpenAI's shape.
+
+Owns: which exception becomes which status and body.
+Does not know: the routes; what happens once a stream has begun (sse).
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from minserve.api.responses import ErrorBody, ErrorResponse
+from minserve.errors import EngineError, NotFoundError, OverloadedError, RequestError
+
+logger = logging.getLogger("minserve.api")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """body as a JSON answer."""
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, headers=headers, content_type="application/json", charset="utf-8"
+    )
+
+
+def error_response(error: Exception) -> ErrorResponse:
+    """What a client is told of an error: only what was meant for it."""
+    if isinstance(error, RequestError):
+        return ErrorResponse(ErrorBody(error.message, error.error_type, error.param, error.code))
+    if isinstance(error, EngineError):
+        return ErrorResponse(ErrorBody(str(error), "internal_server_error", None, "engine_error"))
+    return ErrorResponse(ErrorBody("internal server error", "internal_server_error", None, None))
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn what a handler raises into an answer. A client that has gone is no error."""
+    try:
+        return await handler(request)
+    except OverloadedError as error:
+        headers = {"Retry-After": str(error.retry_after_s)}
+        return json_response(error_response(error), status=error.status, headers=headers)
+    except RequestError as error:
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        return json_response(error_response(error), status=error.status, headers=headers)
+    except web.HTTPException as error:
+        return _http_error(request, error)
+    except web.RequestPayloadError:
+        return json_response(error_response(RequestError("the body could not be read")), status=400)
+    except EngineError as error:
+        logger.error("%s %s: %s", request.method, request.path, error)
+        return json_response(error_response(error), status=500)
+    except RecursionError:
+        return json_response(error_response(RequestError("the body's JSON is nested too deeply")), status=400)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return json_response(error_response(error), status=500)
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
+    if error.status < 400:
+        return error
+    headers: dict[str, str] = {}
+    told: RequestError
+    if isinstance(error, web.HTTPNotFound):
+        told = NotFoundError(f"there is no {request.method} {request.path[:200]} here")
+    elif isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        headers["Allow"] = allowed
+        told = RequestError(f"{request.method} is not allowed here; allowed: {allowed}")
+    elif isinstance(error, web.HTTPRequestEntityTooLarge):
+        told = RequestError(f"the body is larger than the {request.client_max_size} bytes allowed")
+    else:
+        told = RequestError(error.reason)
+    return json_response(error_response(told), status=error.status, headers=headers)

@@ -1,0 +1,126 @@
+"""From a checked request to token ids and to the choices that the engine will run.
+
+Owns: what a chat's messages look like to a template, and when text is tokenized off the event loop.
+Does not know: how answers are shaped.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from minserve.api.body import convert
+from minserve.api.generation import Choice
+from minserve.api.messages import Message, Tool
+from minserve.api.sampling import choice_seed, context_overflow
+from minserve.api.schemas import ChatRequest, GenerationRequest, TokenizeRequest
+from minserve.api.service import Service
+from minserve.errors import RequestError
+from minserve.protocol import SamplingParams, Submit
+from minserve.text.detokenizer import Detokenizer
+
+
+async def encode_text(service: Service, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    """Token ids of a text. Raises RequestError, before the work, for one that obviously cannot fit."""
+    max_model_len = service.engine.info.max_model_len
+    at_least = service.tokenizer.min_tokens_lower_bound(text)
+    if at_least >= max_model_len:
+        raise context_overflow(f"at least {at_least}", max_model_len, param)
+    return await service.off_loop(
+        len(text), lambda: service.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
+    )
+
+
+async def encode_chat(
+    service: Service, request: ChatRequest | TokenizeRequest, messages: Sequence[Message], *, add_special_tokens: bool
+) -> list[int]:
+    """Token ids of a chat as the model's template writes it."""
+    add_generation_prompt = request.add_generation_prompt
+    if add_generation_prompt is None:
+        add_generation_prompt = not request.continue_final_message
+    shown = [_template_message(message, index) for index, message in enumerate(messages)]
+    tools = _checked_tools(request)
+    size = sum(_num_chars(message) for message in messages)
+
+    def render() -> str:
+        return service.template.render(
+            shown,
+            tools=tools or None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            template_kwargs=request.chat_template_kwargs,
+        )
+
+    text = await service.off_loop(size, render)
+    return await encode_text(service, text, add_special_tokens=add_special_tokens, param="messages")
+
+
+def make_choices(
+    service: Service,
+    request: GenerationRequest,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    answer_id: str,
+    *,
+    first_index: int = 0,
+    keep_special_ids: frozenset[int] = frozenset(),
+) -> list[Choice]:
+    """The n choices of one prompt. They differ in their index and seed only."""
+    choices = []
+    for number in range(request.n):
+        index = first_index + number
+        detokenizer = Detokenizer(
+            service.tokenizer,
+            prompt_token_ids,
+            stop=request.stop_strings,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            keep_special_ids=keep_special_ids,
+            min_tokens=request.min_tokens,
+        )
+        submit = Submit(
+            request_id=f"{answer_id}-{index}",
+            prompt_token_ids=prompt_token_ids,
+            params=msgspec.structs.replace(params, seed=choice_seed(params.seed, number)),
+            cache_salt=request.cache_salt,
+        )
+        choices.append(Choice(index, submit, detokenizer, service.metrics.start(len(prompt_token_ids))))
+    return choices
+
+
+def _checked_tools(request: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
+    """The tools that the template is shown. With tool_choice "none" it is shown none."""
+    for index, tool in enumerate(request.tools):
+        where = f"tools[{index}]"
+        checked = convert(tool, Tool, where)
+        if checked.function.strict:
+            name = f"{where}.function.strict"
+            raise RequestError(f"{name} is not supported: false or absent", param=name, code="unsupported_parameter")
+    if isinstance(request, ChatRequest) and request.tool_choice == "none":
+        return []
+    return request.tools
+
+
+def _template_message(message: Message, index: int) -> dict[str, Any]:
+    """The message as templates know it: "developer" is OpenAI's newer word for "system"; content is always there."""
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        raise RequestError(f"messages[{index}].content is missing", param=f"messages[{index}].content")
+    shown: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": "" if message.content is None else message.content,
+    }
+    if message.tool_calls:
+        shown["tool_calls"] = msgspec.to_builtins(message.tool_calls)
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+        "reasoning": message.reasoning,
+    }
+    return shown | {name: value for name, value in optional.items() if value is not None}
+
+
+def _num_chars(message: Message) -> int:
+    if isinstance(message.content, list):
+        return sum(len(str(part.get("text", ""))) for part in message.content)
+    return len(message.content or "")

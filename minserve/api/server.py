@@ -1,0 +1,134 @@
+"""The server's life: bind, serve, drain, end.
+
+Owns: the listening socket, the order and the time limits of a stop, the exit code.
+Does not know: routes, argv, how the engine works.
+
+A stop, in order: no new work (/ready is 503), running requests finish within shutdown_timeout_s, the engine ends what
+is left (each gets an error event), connections close. A second request to stop skips the wait.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+from typing import Any
+
+from aiohttp import web
+
+from minserve.api.activity import log_activity
+from minserve.api.app import build_app
+from minserve.api.service import Service
+from minserve.errors import ConfigError
+
+logger = logging.getLogger("minserve")
+
+ENGINE_STOP_S = 10.0
+SETTLE_S = 2.0
+"""For handlers to write their last events once the engine has ended."""
+
+EXIT_OK = 0
+EXIT_ENGINE_DIED = 1
+
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises ConfigError. Done first, since loading a model takes long."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} is already in use; choose another with --port") from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    """The URL that a bound socket answers at."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server:
+    """A service behind a socket."""
+
+    def __init__(self, service: Service, sock: socket.socket) -> None:
+        self._service = service
+        self._sock = sock
+        # Without cancellation a handler would never learn that its client has gone.
+        self._runner = web.AppRunner(
+            build_app(service),
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            shutdown_timeout=SETTLE_S,
+        )
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._activity: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError if another server that was bound to the port too has come first."""
+        await self._runner.setup()
+        try:
+            await web.SockSite(self._runner, self._sock, backlog=BACKLOG).start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {address_of(self._sock)}: {error.strerror}") from None
+        self._activity = asyncio.create_task(log_activity(lambda: self._service.engine.stats))
+
+    def request_stop(self) -> None:
+        """Drain; asked a second time, end at once."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._service.draining = True
+        self._stop.set()
+
+    async def run(self) -> int:
+        """Serve until a stop is requested or the engine dies; the process's exit code."""
+        engine = self._service.engine
+        died = asyncio.create_task(engine.wait_dead())
+        try:
+            await _first(died, self._stop.wait())
+            if not died.done():
+                await self._drain(died)
+            exit_code = EXIT_OK
+            if died.done():
+                logger.error("the engine has died: %s", died.result())
+                exit_code = EXIT_ENGINE_DIED
+            await engine.stop(0.0 if died.done() or self._hurry.is_set() else ENGINE_STOP_S)
+            # For the last events of the streams that were still open.
+            await _first(self._service.wait_idle(), timeout_s=SETTLE_S)
+            return exit_code
+        finally:
+            died.cancel()
+            await self.close()
+
+    async def _drain(self, died: "asyncio.Task[str]") -> None:
+        timeout_s = self._service.config.shutdown_timeout_s
+        logger.info("stopping: running requests have %g s to finish; once more to stop at once", timeout_s)
+        await _first(died, self._hurry.wait(), self._service.wait_idle(), timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        """End what start() began; run() has done it when it returns."""
+        if self._activity is not None:
+            self._activity.cancel()
+        await self._runner.cleanup()
+        self._service.close()
+
+
+async def _first(*awaitables: Any, timeout_s: float | None = None) -> None:
+    """Returns when one of them is done, or after the timeout. Tasks given stay; what it made itself it cancels."""
+    made = [asyncio.ensure_future(item) for item in awaitables]
+    try:
+        await asyncio.wait(made, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for item, task in zip(awaitables, made, strict=True):
+            if task is not item:
+                task.cancel()

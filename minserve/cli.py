@@ -1,0 +1,123 @@
+"""The `minserve` command: argv to a configuration, and from there to a server.
+
+Owns: the flags, their aliases, what they say when they are wrong.
+Does not know: HTTP, torch.
+
+Exit codes: 0 stopped, 1 the engine died, 2 the configuration cannot be served, 130 interrupted while starting.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from minserve.config import EngineConfig, ServerConfig
+from minserve.errors import ConfigError
+from minserve.flags import parse_args
+
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    args = parse_args(argv)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(message)s", stream=sys.stderr)
+    try:
+        return _serve(args)
+    except ConfigError as error:
+        print(f"minserve: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        print("minserve: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _serve(args: argparse.Namespace) -> int:
+    # Imported late, so that --help and a wrong flag answer at once.
+    import uvloop
+
+    from minserve.api.launch import launch
+    from minserve.api.server import bind
+    from minserve.engine.client import EngineClient
+    from minserve.text.chat import ChatTemplate
+    from minserve.text.tokenizer import Tokenizer
+    from minserve.text.toolcalls import tool_parser_class
+
+    # What can be wrong is found before anything that takes long.
+    if args.tool_call_parser is not None:
+        tool_parser_class(args.tool_call_parser)
+    with bind(args.host, args.port) as sock:
+        name, model_folder, tokenizer_folder = _find_model(args)
+        tokenizer = Tokenizer.from_folder(tokenizer_folder, model_folder=model_folder)
+        template = ChatTemplate.from_folder(tokenizer_folder, args.chat_template)
+        server_config = server_config_of(args, name, model_folder, tokenizer_folder)
+        engine_config = engine_config_of(
+            args, model_folder, eos_token_ids=tokenizer.eos_token_ids, token_id_ranges=tokenizer.token_id_ranges
+        )
+        return uvloop.run(launch(server_config, engine_config, tokenizer, template, EngineClient.start, sock))
+
+
+def _find_model(args: argparse.Namespace) -> tuple[str, Path, Path]:
+    """What the user calls the model, its folder and its tokenizer's; downloads what is not there."""
+    from minserve.weights.default_model import DEFAULT_MODEL_NAME, ensure_default_model
+    from minserve.weights.hub import resolve_model, resolve_tokenizer
+
+    if args.model is None:
+        name, model_folder = DEFAULT_MODEL_NAME, ensure_default_model()
+    else:
+        name = args.model
+        model_folder = resolve_model(name, revision=args.revision, need_weights=args.load_format != "dummy")
+    return name, model_folder, resolve_tokenizer(args.tokenizer) if args.tokenizer else model_folder
+
+
+def server_config_of(args: argparse.Namespace, name: str, model_folder: Path, tokenizer_folder: Path) -> ServerConfig:
+    """What the API process is built from. name: what the user called the model."""
+    keys = tuple(args.api_key) or tuple(filter(None, [os.environ.get("MINSERVE_API_KEY")]))
+    return ServerConfig(
+        model_path=str(model_folder),
+        tokenizer_path=str(tokenizer_folder),
+        served_model_names=tuple(args.served_model_name or [name]),
+        host=args.host,
+        port=args.port,
+        api_keys=keys,
+        chat_template=args.chat_template,
+        enable_auto_tool_choice=args.enable_auto_tool_choice,
+        tool_call_parser=args.tool_call_parser,
+        max_num_waiting=args.max_num_waiting,
+        max_request_bytes=args.max_request_bytes,
+        shutdown_timeout_s=args.shutdown_timeout,
+        log_level=args.log_level,
+    )
+
+
+def engine_config_of(
+    args: argparse.Namespace,
+    model_folder: Path,
+    *,
+    eos_token_ids: tuple[int, ...],
+    token_id_ranges: tuple[tuple[int, int], ...],
+) -> EngineConfig:
+    """What the engine process is built from."""
+    return EngineConfig(
+        model_path=str(model_folder),
+        load_format=args.load_format,
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_cache_memory=args.kv_cache_memory,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enable_prefix_caching=args.enable_prefix_caching,
+        rope_scaling=args.rope_scaling,
+        eos_token_ids=eos_token_ids,
+        token_id_ranges=token_id_ranges,
+        seed=args.seed,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""The flags of the command: names, aliases, values, one line of help each.
+
+Owns: how sizes and numbers are spelled, and the flags of other servers that this version refuses.
+Does not know: what the flags do.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from minserve import __version__
+
+NOT_SUPPORTED: dict[str, str] = {
+    "--draft": "",
+    "--num-draft-tokens": "",
+    "--verify-drafts": "",
+    "--speculative-config": "",
+    "--speculative-algorithm": "",
+    "--sparse": "",
+    "--fetch": "",
+    "--host-kv": "",
+    "--cpu-offload-gb": "",
+    "--swap-space": "",
+    "--quantization": "",
+    "-q": "",
+    "--kv-cache-dtype": "",
+    "--enforce-eager": "there are no CUDA graphs yet, so every step is eager",
+    "--disable-cuda-graph": "there are no CUDA graphs yet, so every step is eager",
+    "--reasoning-parser": "",
+    "--pipeline-parallel-size": "",
+    "-pp": "",
+    "--data-parallel-size": "",
+    "-dp": "",
+    "--enable-expert-parallel": "",
+    "--enable-lora": "",
+    "--lora-modules": "",
+    "--guided-decoding-backend": "",
+    "--trust-remote-code": "no code from model folders is ever run",
+    "--block-size": "a block is always 16 tokens",
+    "--page-size": "a block is always 16 tokens",
+    "--ssl-keyfile": "put a proxy in front",
+    "--ssl-certfile": "put a proxy in front",
+    "--chat-template-content-format": "",
+}
+"""Flags of vLLM, of SGLang and of later versions, with why or what instead."""
+
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<suffix>i?[bB])?")
+
+
+def parse_size(text: str) -> int:
+    """A count of tokens or bytes: 8192, 64k, 8GiB. As in vLLM, k m g t are thousands and K M G T powers of 1024;
+    with a B behind, the standards hold: kB and GB are thousands, KiB and GiB powers of 1024.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 8192, 64k, 8G or 8GiB")
+    unit, suffix = match["unit"], match["suffix"] or ""
+    binary = suffix.startswith("i") or (unit.isupper() and not suffix)
+    power = " kmgt".index(unit.lower()) if unit else 0
+    size = float(match["number"]) * (1024 if binary else 1000) ** power
+    if not size.is_integer() or size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(size)
+
+
+def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """An argparse type: a number from low to high."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not low <= value <= high:
+            allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
+        return value
+
+    return parse
+
+
+def rope_scaling(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('must be a JSON object, such as {"rope_type": "yarn", "factor": 4.0}')
+    return value
+
+
+def file_text(path: str) -> str:
+    """An argparse type: the text of a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"{path} is not UTF-8") from None
+
+
+def api_key(text: str) -> str:
+    """An argparse type: a key that a header can carry."""
+    if not text or not text.isprintable() or text != text.strip():
+        raise argparse.ArgumentTypeError("must not be empty nor begin or end with a space")
+    return text
+
+
+def _one(text: str) -> int:
+    if text != "1":
+        raise argparse.ArgumentTypeError(f"only 1 is supported by this version, got {text}")
+    return 1
+
+
+class _Refuse(argparse.Action):
+    """A flag that is known and not supported: one clear line."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        name = self.option_strings[0]
+        why = NOT_SUPPORTED[name]
+        parser.exit(2, f"{parser.prog}: {name}: not supported by this version{f' ({why})' if why else ''}\n")
+
+
+class _Help(argparse.HelpFormatter):
+    """One line an option: of several names the first is shown, and those that switch it off."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=44, width=120)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = [name for name in action.option_strings if name.startswith("--no-")] or action.option_strings[:1]
+        if isinstance(action, argparse._HelpAction):
+            shown = list(action.option_strings)
+        if action.nargs == 0:
+            return ", ".join(shown)
+        return f"{shown[0]} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with one line for a mistake instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags, checked; a mistake is told in one line and ends the process with 2."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.enable_auto_tool_choice != (args.tool_call_parser is not None):
+        parser.error("--enable-auto-tool-choice and --tool-call-parser belong together: give both or neither")
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's parser."""
+    parser = _Parser(
+        prog="minserve",
+        description="Serve a language model over the OpenAI API. Without --model: SmolLM2-135M-Instruct.",
+        usage="minserve [--model MODEL] [options]",
+        allow_abbrev=False,
+        add_help=False,
+        epilog="vLLM's and SGLang's names of these options are taken too.",
+        formatter_class=_Help,
+    )
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+    general = parser.add_argument_group("general")
+    general.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default info"
+    )
+    general.add_argument("--version", action="version", version=f"minserve {__version__}", help="print the version")
+    general.add_argument("-h", "--help", action="help", help="print this")
+    for name in NOT_SUPPORTED:
+        parser.add_argument(name, action=_Refuse, nargs="*", help=argparse.SUPPRESS, dest=argparse.SUPPRESS)
+    return parser
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--model", "--model-path", metavar="MODEL", help="a folder, a .gguf file or a Hugging Face name")
+    add("--revision", metavar="REV", help="branch, tag or commit of a Hugging Face model")
+    add("--tokenizer", "--tokenizer-path", metavar="NAME", help="folder or name, if not the model's own")
+    add("--chat-template", type=file_text, metavar="FILE", help="a Jinja file, in place of the model's own template")
+    add("--served-model-name", nargs="+", metavar="NAME", help="what clients call it (default: MODEL)")
+    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of weights and KV")
+    add("--max-model-len", "--context-length", type=parse_size, metavar="N", help="context in tokens, also 64k")
+    add("--rope-scaling", type=rope_scaling, metavar="JSON", help='such as {"rope_type": "yarn", "factor": 4.0}')
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1; 0.0.0.0: from anywhere)")
+    add("--port", type=number(int, 0, 65535), default=8000, help="default 8000; 0: any free one")
+    add(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        type=api_key,
+        default=[],
+        metavar="KEY",
+        help="needed to call; or MINSERVE_API_KEY",
+    )
+    add("--enable-auto-tool-choice", action="store_true", help="let the model call tools (with --tool-call-parser)")
+    add("--tool-call-parser", metavar="NAME", help="the format of the model's tool calls, such as hermes")
+    add("--max-num-waiting", type=number(int, 0), default=1024, metavar="N", help="queue length (default 1024)")
+    add("--max-request-bytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32MiB")
+    add("--shutdown-timeout", type=number(float, 0), default=30.0, metavar="S", help="seconds to finish (default 30)")
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one")
+    add(
+        "--max-num-seqs",
+        "--max-running-requests",
+        type=number(int, 1, 4096),
+        default=64,
+        metavar="N",
+        help="default 64",
+    )
+    add(
+        "--max-num-batched-tokens",
+        "--chunked-prefill-size",
+        type=parse_size,
+        default=2048,
+        metavar="N",
+        help="tokens a step (default 2048)",
+    )
+    add("--kv-cache-memory", "--kv-cache-memory-bytes", type=parse_size, metavar="SIZE", help="for KV, such as 8GiB")
+    add(
+        "--gpu-memory-utilization",
+        "--mem-fraction-static",
+        type=number(float, 0.01, 1),
+        default=0.9,
+        metavar="F",
+        help="share of the GPU's memory to use (default 0.9)",
+    )
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute equal beginnings anew (default: reuse their KV)",
+    )
+    add("--disable-radix-cache", dest="enable_prefix_caching", action="store_false", help=argparse.SUPPRESS)
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="of dummy weights (default 0)")
+    add(
+        "-tp", "--tensor-parallel-size", "--tp-size", "--tp", type=_one, default=1, metavar="1", help="GPUs: only 1 yet"
+    )

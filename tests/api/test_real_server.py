@@ -1,0 +1,188 @@
+"""The command as users run it: its own process, the real engine, the default model, real clients."""
+
+import asyncio
+import json
+import signal
+
+import aiohttp
+import openai
+import pytest
+
+from tests.api.real import RealServer
+
+pytestmark = pytest.mark.slow
+
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = {"temperature": 0, "max_tokens": 24}
+LONG = {"messages": CAPITAL, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture
+async def client(real_server):
+    async with openai.AsyncOpenAI(base_url=f"{real_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def http():
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def gauge(http: aiohttp.ClientSession, server: RealServer, name: str) -> float:
+    async with http.get(f"{server.url}/metrics") as response:
+        text = await response.text()
+    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
+
+
+async def until_gauge(http: aiohttp.ClientSession, server: RealServer, name: str, value: float) -> None:
+    """Scrape until a gauge has a value; a minute is as good as for ever."""
+    async with asyncio.timeout(60):
+        while await gauge(http, server, name) != value:
+            pass
+
+
+async def read_events(response: aiohttp.ClientResponse) -> list:
+    frames = [line for line in (await response.text()).split("\n\n") if line.startswith("data: ")]
+    assert frames.pop() == "data: [DONE]"
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+async def first_chunk(response: aiohttp.ClientResponse) -> None:
+    """Wait until the answer has begun; what is read is lost."""
+    while b"data: " not in await response.content.readline():
+        pass
+
+
+async def test_the_model_answers_sensibly_and_streams_what_it_would_say_whole(client):
+    models = [model.id async for model in client.models.list()]
+    assert models == ["SmolLM2-135M-Instruct"]
+    whole = await client.chat.completions.create(model=models[0], messages=CAPITAL, **GREEDY)
+    stream = await client.chat.completions.create(model=models[0], messages=CAPITAL, stream=True, **GREEDY)
+    chunks = [chunk async for chunk in stream]
+    assert "Paris" in whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert whole.usage.completion_tokens <= 24
+
+
+@pytest.mark.parametrize("stop", ["Paris", [" capital"], "is P"])
+async def test_a_stop_string_cuts_the_same_text_streamed_or_whole(client, stop):
+    fields = {"model": "SmolLM2-135M-Instruct", "messages": CAPITAL, "stop": stop} | GREEDY
+    whole = await client.chat.completions.create(**fields)
+    text = "".join(
+        [c.choices[0].delta.content or "" async for c in await client.chat.completions.create(stream=True, **fields)]
+    )
+    assert text == whole.choices[0].message.content
+    assert whole.choices[0].finish_reason == "stop"
+    assert not any(s in text for s in ([stop] if isinstance(stop, str) else stop))
+
+
+async def test_a_seeded_text_does_not_depend_on_its_neighbours(client):
+    fields = {"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time", "max_tokens": 20, "seed": 7}
+    alone = await client.completions.create(**fields)
+    crowd = await asyncio.gather(*(client.completions.create(**fields | {"seed": seed}) for seed in (1, 7, 2)))
+    assert crowd[1].choices[0].text == alone.choices[0].text
+    assert crowd[0].choices[0].text != alone.choices[0].text
+
+
+async def test_echo_with_logprobs_scores_every_token_of_the_prompt(client):
+    answer = await client.completions.create(
+        model="SmolLM2-135M-Instruct",
+        prompt="The capital of France is",
+        echo=True,
+        logprobs=1,
+        max_tokens=1,
+        temperature=0,
+    )
+    choice = answer.choices[0]
+    assert choice.text.startswith("The capital of France is")
+    assert len(choice.logprobs.tokens) == answer.usage.prompt_tokens + 1
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(logprob < 0 for logprob in choice.logprobs.token_logprobs[1:])
+    for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset):
+        assert choice.text[offset : offset + len(token)] == token
+
+
+async def test_a_repeated_prompt_is_found_in_the_prefix_cache(client):
+    fields = {"model": "SmolLM2-135M-Instruct", "prompt": "One sentence after another. " * 60, "max_tokens": 1}
+    await client.completions.create(**fields)
+    usage = (await client.completions.create(**fields)).usage
+    assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+    assert usage.prompt_tokens_details.cached_tokens % 16 == 0
+
+
+async def test_bad_requests_leave_the_server_as_it_was(client, real_server, http):
+    for body in (b"{", b'{"prompt":[999999]}', b'{"prompt":""}', b'{"prompt":"a","logit_bias":{"999999":1}}'):
+        headers = {"Content-Type": "application/json"}
+        async with http.post(f"{real_server.url}/v1/completions", data=body, headers=headers) as response:
+            assert response.status == 400
+    answer = await client.completions.create(model="SmolLM2-135M-Instruct", prompt="a", max_tokens=1)
+    assert answer.usage.completion_tokens == 1
+
+
+async def test_a_client_that_leaves_frees_its_place(real_server, http):
+    for stream in (True, False):
+        # A context of its own: leaving it closes the connection, and that is what the server must notice.
+        async with aiohttp.ClientSession() as leaver:
+            post = asyncio.ensure_future(
+                leaver.post(f"{real_server.url}/v1/chat/completions", json=LONG | {"stream": stream})
+            )
+            await until_gauge(http, real_server, "vllm:num_requests_running", 1)
+            if stream:
+                await first_chunk(await post)
+            else:
+                post.cancel()
+        await until_gauge(http, real_server, "vllm:num_requests_running", 0)
+        await asyncio.gather(post, return_exceptions=True)
+
+
+async def test_a_queued_client_that_leaves_does_not_touch_the_running_one(start_real, http):
+    server = start_real("--max-num-seqs", "1")
+    body = {"messages": CAPITAL, "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
+    staying = await http.post(f"{server.url}/v1/chat/completions", json=body)
+    async with aiohttp.ClientSession() as leaver:
+        queued = asyncio.ensure_future(leaver.post(f"{server.url}/v1/chat/completions", json=LONG))
+        await until_gauge(http, server, "vllm:num_requests_waiting", 1)
+        queued.cancel()
+    await until_gauge(http, server, "vllm:num_requests_waiting", 0)
+    events = await read_events(staying)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_sigterm_lets_running_streams_finish_refuses_new_ones_and_exits_with_0(start_real, http):
+    server = start_real()
+    body = {"messages": CAPITAL, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    async with http.post(f"{server.url}/v1/chat/completions", json=body) as response:
+        await first_chunk(response)
+        server.signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            while (await http.get(f"{server.url}/ready")).status != 503:
+                pass
+        async with http.post(f"{server.url}/v1/chat/completions", json=body) as refused:
+            assert refused.status == 503
+            assert "Retry-After" in refused.headers
+        events = await read_events(response)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert await asyncio.to_thread(server.wait) == 0
+
+
+async def test_what_outlives_the_shutdown_timeout_gets_an_error_event(start_real, http):
+    server = start_real("--shutdown-timeout", "0")
+    async with http.post(f"{server.url}/v1/chat/completions", json=LONG) as response:
+        await first_chunk(response)
+        server.signal(signal.SIGTERM)
+        events = await read_events(response)
+    assert "shutting down" in events[-1]["error"]["message"]
+    assert await asyncio.to_thread(server.wait) == 0
+
+
+async def test_a_killed_engine_is_an_error_event_in_every_stream_and_a_non_zero_exit(start_real, http):
+    server = start_real()
+    responses = [await http.post(f"{server.url}/v1/chat/completions", json=LONG) for _ in range(2)]
+    for response in responses:
+        await first_chunk(response)
+    server.kill_engine()
+    for response in responses:
+        assert "engine" in (await read_events(response))[-1]["error"]["message"]
+    assert await asyncio.to_thread(server.wait) == 1

@@ -1,0 +1,96 @@
+"""Tools: what the model is shown, and calls in its answer."""
+
+import json
+
+import pytest
+
+from tests.api.conftest import chat_body, finish_reasons, joined_text
+
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "a<b & 'c'", "parameters": {"type": "object"}}}
+]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "</x>"}}</tool_call>'
+
+
+@pytest.fixture
+async def running(start):
+    return await start(enable_auto_tool_choice=True, tool_call_parser="hermes")
+
+
+async def test_a_call_is_set_apart_from_the_text_and_gives_its_own_finish_reason(running):
+    running.engine.reply = f"Let me see. {CALL}"
+    choice = (await running.chat(tools=TOOLS))["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"].strip() == "Let me see."
+    [call] = choice["message"]["tool_calls"]
+    assert (call["type"], call["function"]["name"]) == ("function", "add")
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "</x>"}
+
+
+async def test_calls_are_streamed_with_their_index(running):
+    running.engine.reply = CALL + CALL
+    events = await running.chat_events(tools=TOOLS)
+    calls = [c for e in events for choice in e["choices"] for c in choice["delta"].get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert len({call["id"] for call in calls}) == 2
+    assert joined_text(events) == ""
+    assert finish_reasons(events) == ["tool_calls"]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+async def test_the_markers_of_a_call_are_seen_by_the_parser_and_never_by_the_client(running, skip_special_tokens):
+    running.engine.reply = f"ok {CALL}"
+    answer = await running.chat(tools=TOOLS, skip_special_tokens=skip_special_tokens)
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert "tool_call>" not in answer["choices"][0]["message"]["content"]
+
+
+async def test_prose_before_a_stop_string_is_delivered_in_full_while_the_parser_buffers(running):
+    running.engine.reply = "The sum is <3. And more"
+    assert (await running.chat(tools=TOOLS, stop=["."]))["choices"][0]["message"]["content"] == "The sum is <3"
+    assert joined_text(await running.chat_events(tools=TOOLS, stop=["."])) == "The sum is <3"
+
+
+async def test_a_call_that_is_cut_is_delivered_as_text_and_ends_by_length(running):
+    running.engine.reply = CALL
+    choice = (await running.chat(tools=TOOLS, max_tokens=12))["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith('<tool_call>{"name"')
+
+
+async def test_tools_are_shown_to_the_model_unless_it_may_use_none(running):
+    await running.chat(tools=TOOLS)
+    await running.chat(tools=TOOLS, tool_choice="none")
+    shown = [
+        running.service.tokenizer.decode(submit.prompt_token_ids, skip_special_tokens=False)
+        for submit in running.engine.submits
+    ]
+    assert "a<b & 'c'" in shown[0]
+    assert "<|im_start|>tools" not in shown[1]
+
+
+async def test_auto_needs_the_servers_flags(start):
+    running = await start()
+    for fields in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "auto"}):
+        status, answer = await running.post("/v1/chat/completions", chat_body(**fields))
+        assert status == 400
+        assert "--enable-auto-tool-choice and --tool-call-parser" in answer["error"]["message"]
+    await running.chat(tools=TOOLS, tool_choice="none")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": "add"}, "tools"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused(running, fields, param):
+    status, answer = await running.post("/v1/chat/completions", chat_body(**fields))
+    assert (status, answer["error"]["param"]) == (400, param), answer

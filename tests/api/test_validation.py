@@ -1,0 +1,271 @@
+"""Bad requests: a 400 that names the field and what is allowed, before any work; and the server still answers."""
+
+import json
+
+import pytest
+
+from tests.api.conftest import chat_body
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+async def refused(running, path, body, param, *words):
+    """The request is refused with a 400 that names param and says words, and reaches no engine."""
+    status, answer = await running.post(path, body)
+    error = answer["error"]
+    assert status == 400, answer
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    for word in words:
+        assert word in error["message"]
+    assert not running.engine.submits
+
+
+def completion_body(**fields):
+    return {"prompt": "Say"} | fields
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", 101, "at most 100"),
+        ("top_p", 0, "above 0"),
+        ("top_p", 1.01, "at most 1"),
+        ("top_k", -2, "at least -1"),
+        ("min_p", 1.5, "at most 1"),
+        ("repetition_penalty", 0, "above 0"),
+        ("presence_penalty", 2.5, "at most 2"),
+        ("frequency_penalty", -2.5, "at least -2"),
+        ("n", 0, "at least 1"),
+        ("n", 129, "at most 128"),
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", -1, "at least 1"),
+        ("min_tokens", -1, "at least 0"),
+        ("seed", 2**64, "at most"),
+        ("prompt_logprobs", 21, "at most 20"),
+    ],
+)
+async def test_a_number_out_of_bounds_is_refused_with_the_bound(running, name, value, allowed):
+    await refused(running, CHAT, chat_body(**{name: value}), name, allowed, str(value))
+    await refused(running, COMPLETIONS, completion_body(**{name: value}), name, allowed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("max_tokens", 1.5),
+        ("n", "2"),
+        ("stream", "yes"),
+        ("logit_bias", [1]),
+        ("stop_token_ids", 3),
+        ("seed", "x"),
+        ("ignore_eos", 1),
+        ("cache_salt", 5),
+        ("model", 5),
+    ],
+)
+async def test_a_wrong_type_is_refused_by_name(running, name, value):
+    await refused(running, CHAT, chat_body(**{name: value}), name, name)
+    await refused(running, COMPLETIONS, completion_body(**{name: value}), name, name)
+
+
+@pytest.mark.parametrize("key", ["191222", "abc", "-1", "1_0", "٣", "1.0", "", "9" * 5000])
+async def test_a_logit_bias_for_what_is_no_token_is_refused(running, key):
+    await refused(running, CHAT, chat_body(logit_bias={key: 5}), "logit_bias")
+
+
+async def test_a_logit_bias_out_of_bounds_is_refused(running):
+    await refused(running, CHAT, chat_body(logit_bias={"5": 101}), "logit_bias", "-100 to 100")
+
+
+async def test_a_legal_logit_bias_reaches_the_engine_as_numbers(running):
+    await running.chat(logit_bias={"5": -100, "7": 2.5})
+    assert running.engine.submits[0].params.logit_bias == {5: -100.0, 7: 2.5}
+
+
+@pytest.mark.parametrize("prompt", [[999999], [-1], [[1, 2], [999999]], [2**70]])
+async def test_prompt_ids_outside_the_vocabulary_are_refused(running, prompt):
+    await refused(running, COMPLETIONS, {"prompt": prompt}, "prompt", "from 0 to")
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""], ["a", ""]])
+async def test_an_empty_prompt_is_refused(running, prompt):
+    await refused(running, COMPLETIONS, {"prompt": prompt}, "prompt", "empty")
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], [1.5], [True], [["a"]], [{"a": 1}], {"a": 1}, 5, [[1], "a"], [[[1]]]])
+async def test_a_prompt_of_another_form_is_refused(running, prompt):
+    await refused(running, COMPLETIONS, {"prompt": prompt}, "prompt")
+
+
+async def test_too_many_prompts_are_refused(running):
+    await refused(running, COMPLETIONS, {"prompt": ["a"] * 9, "n": 128}, "prompt", "1024")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_context_overflow_is_a_400_with_counts_on_every_route_before_any_event(start, stream):
+    running = await start(engine_options={"max_model_len": 50})
+    too_long = "x" * 60
+    messages = [{"role": "user", "content": too_long}]
+    for path, body, param in (
+        (CHAT, {"messages": messages}, "messages"),
+        (COMPLETIONS, {"prompt": too_long}, "prompt"),
+        (COMPLETIONS, {"prompt": [1] * 50}, "prompt"),
+    ):
+        await refused(running, path, body | {"stream": stream}, param, "maximum context length is 50 tokens")
+        status, answer = await running.post(path, body | {"stream": stream})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_asking_for_more_tokens_than_fit_is_a_400_with_counts(start):
+    running = await start(engine_options={"max_model_len": 50})
+    body = {"prompt": [1] * 40, "max_tokens": 11}
+    await refused(running, COMPLETIONS, body, "prompt", "51 tokens", "40 in the prompt", "11 in the completion")
+    await running.complete(prompt=[1] * 40, max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logprobs": True}, {"logprobs": True, "top_logprobs": 0}, {"logprobs": False, "top_logprobs": None}]
+)
+async def test_every_legal_pair_of_logprobs_and_top_logprobs_is_taken(running, fields):
+    await running.chat(**fields)
+
+
+async def test_top_logprobs_without_logprobs_are_refused(running):
+    await refused(running, CHAT, chat_body(top_logprobs=2), "top_logprobs", "logprobs")
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], ["x"] * 17, "y" * 1025])
+async def test_stop_strings_that_are_empty_too_long_or_too_many_are_refused(running, stop):
+    await refused(running, CHAT, chat_body(stop=stop), "stop")
+
+
+async def test_stop_token_ids_outside_the_vocabulary_are_refused(running):
+    await refused(running, CHAT, chat_body(stop_token_ids=[999999]), "stop_token_ids", "from 0 to")
+
+
+async def test_min_tokens_above_max_tokens_are_refused(running):
+    await refused(running, CHAT, chat_body(min_tokens=5, max_tokens=4), "min_tokens", "max_tokens")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("response_format", "structured_outputs", "guided_json", "guided_regex", "best_of", "audio", "modalities"),
+        *("functions", "logits_processors", "reasoning_effort", "parallel_tool_calls", "json_schema"),
+    ],
+)
+async def test_a_field_that_would_change_the_output_and_is_not_here_is_refused_by_name(running, field):
+    value = False if field == "parallel_tool_calls" else {"type": "json_object"}
+    await refused(running, CHAT, chat_body(**{field: value}), field, field, "not supported")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "text"}},
+        {"best_of": 1},
+        {"guided_json": None},
+        {"parallel_tool_calls": True},
+        {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
+        {"safety_identifier": "s", "prompt_cache_key": "k"},
+        {"temperature": None, "stop": None, "n": None, "stream_options": None, "max_tokens": None, "seed": None},
+    ],
+)
+async def test_a_field_that_asks_for_nothing_is_taken(running, fields):
+    await running.chat(**fields)
+
+
+async def test_an_unknown_field_is_refused_with_the_nearest_name(running):
+    await refused(running, CHAT, chat_body(max_token=5), "max_token", "max_tokens")
+    await refused(running, CHAT, chat_body(qqq=1), "qqq", "unknown")
+    await refused(running, COMPLETIONS, completion_body(messages=[]), "messages", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "wizard", "content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": "x", "colour": 1}], "messages[0].colour"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{bad"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+async def test_a_bad_message_is_refused_by_its_place(running, messages, param):
+    await refused(running, CHAT, {"messages": messages}, param)
+
+
+async def test_missing_fields_are_named(running):
+    await refused(running, CHAT, {}, "messages", "required")
+    await refused(running, COMPLETIONS, {}, "prompt", "required")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"text"',
+        b'{"prompt":"a","temperature":NaN}',
+        b'{"prompt":"a","temperature":Infinity}',
+        b'{"prompt":"a","temperature":1e999}',
+        b'{"prompt":"a","prompt":"b"}',
+        b'{"prompt":"a","logit_bias":{"1":2,"1":3}}',
+        b'{"prompt":"\xff"}',
+        b'\xef\xbb\xbf{"prompt":"a"}',
+        b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt":"a","chat":' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
+        b'{"prompt":"a","seed":' + b"9" * 5000 + b"}",
+        b'{"prompt":"a"} trailing',
+    ],
+    ids=range(17),
+)
+async def test_a_body_that_is_no_plain_json_object_is_refused(running, body):
+    status, answer = await running.post(COMPLETIONS, body)
+    assert status == 400, answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert not running.engine.submits
+
+
+async def test_deeply_nested_values_in_free_fields_are_answered_not_crashed_on(running):
+    deep = json.loads('{"a":' * 400 + "1" + "}" * 400)
+    for fields in (
+        {"chat_template_kwargs": deep},
+        {"metadata": deep},
+        {"messages": [{"role": "user", "content": [deep]}]},
+    ):
+        status, _ = await running.post(CHAT, chat_body(**fields))
+        assert status in (200, 400)
+
+
+async def test_stream_options_without_stream_are_refused(running):
+    await refused(running, CHAT, chat_body(stream_options={"include_usage": True}), "stream_options")
+    body = chat_body(stream=True, stream_options={"include_use": True})
+    await refused(running, CHAT, body, "stream_options.include_use")
+
+
+async def test_an_unknown_model_is_a_404_that_names_those_served(running):
+    for path, body in ((CHAT, chat_body(model="gpt-4")), (COMPLETIONS, completion_body(model="gpt-4"))):
+        status, answer = await running.post(path, body)
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+        assert "tiny" in answer["error"]["message"]
+
+
+async def test_the_server_answers_after_all_of_this(running):
+    for body in (b"{", b'{"prompt":[999999]}', b'{"prompt":""}', b'{"prompt":"a","logit_bias":{"-1":1}}'):
+        await running.post(COMPLETIONS, body)
+    assert (await running.complete())["choices"][0]["text"] == "hello world"

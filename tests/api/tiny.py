@@ -1,0 +1,43 @@
+"""A model folder without weights: a byte-level tokenizer of 256 bytes, a few words and ChatML's special tokens."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from minserve.text.chat import ChatTemplate
+from minserve.text.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{%- if tools %}{{ '<|im_start|>tools ' + (tools | tojson) + '<|im_end|>' }}{% endif %}"
+    "{%- for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% if not loop.last or add_generation_prompt %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{%- endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+
+
+def write_model_folder(folder: Path, *, with_template: bool = True, generation_config: dict | None = None) -> Path:
+    """A folder that Tokenizer and ChatTemplate read."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL_TOKENS)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", **({"chat_template": TEMPLATE} if with_template else {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text("{}")
+    (folder / "generation_config.json").write_text(json.dumps(generation_config or {}))
+    return folder
+
+
+def load(folder: Path) -> tuple[Tokenizer, ChatTemplate]:
+    return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)

@@ -1,0 +1,20 @@
+"""The line every ten seconds."""
+
+from minserve.api.activity import activity_line
+from minserve.protocol import Stats
+
+
+def test_a_busy_interval_is_told_in_rates_and_shares():
+    before = Stats(prompt_tokens=100, generation_tokens=50, prefix_queries_tokens=100, prefix_hits_tokens=0)
+    now = Stats(
+        prompt_tokens=1100, generation_tokens=250, prefix_queries_tokens=1100, prefix_hits_tokens=250,
+        num_running=3, num_waiting=2, num_pages=100, num_pages_used=25,
+    )  # fmt: skip
+    assert activity_line(before, now, 10.0) == (
+        "prompt 100.0 tok/s, generation 20.0 tok/s, running 3, waiting 2, KV 25.0%, prefix hits 25.0%"
+    )
+
+
+def test_an_idle_interval_is_silent():
+    stats = Stats(prompt_tokens=5, num_pages=10, num_pages_used=3)
+    assert activity_line(stats, stats, 10.0) is None

@@ -1,0 +1,46 @@
+"""What is measured of a request, by a clock that the test winds."""
+
+from minserve.metrics import Metrics
+from minserve.protocol import Stats
+
+
+def value(metrics, name):
+    return metrics.registry.get_sample_value(name, {"model_name": "m"})
+
+
+def test_the_times_of_a_request_are_measured_from_its_start():
+    now = [100.0]
+    metrics = Metrics("m", Stats, clock=lambda: now[0])
+    timer = metrics.start(num_prompt_tokens=30)
+    now[0] = 102.0
+    timer.tokens(1)
+    now[0] = 105.0
+    timer.tokens(2)
+    now[0] = 106.0
+    timer.finish("stop")
+    assert value(metrics, "vllm:time_to_first_token_seconds_sum") == 2.0
+    assert value(metrics, "vllm:inter_token_latency_seconds_sum") == 1.5
+    assert value(metrics, "vllm:e2e_request_latency_seconds_sum") == 6.0
+    assert value(metrics, "vllm:request_prompt_tokens_sum") == 30
+    assert value(metrics, "vllm:request_generation_tokens_sum") == 3
+
+
+def test_a_message_without_tokens_is_no_token():
+    metrics = Metrics("m", Stats)
+    metrics.start(1).tokens(0)
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0
+
+
+def test_two_servers_in_one_process_do_not_share_counters():
+    first, second = Metrics("m", Stats), Metrics("m", Stats)
+    first.start(1).finish("stop")
+    assert b'vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0' in first.render()
+    assert b"vllm:request_success_total{" not in second.render()
+
+
+def test_the_engines_counters_are_read_at_the_scrape():
+    stats = Stats(num_pages=4)
+    metrics = Metrics("m", lambda: stats)
+    stats.num_pages_used, stats.num_preemptions = 1, 3
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(metrics, "vllm:num_preemptions_total") == 3
