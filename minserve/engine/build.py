@@ -17,8 +17,8 @@ from minserve.errors import ConfigError
 from minserve.memory.blocks import BlockManager, blocks_for
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
-from minserve.models.config import ModelConfig
 from minserve.models.causal_lm import CausalLM
+from minserve.models.config import ModelConfig
 from minserve.models.registry import build_model
 from minserve.protocol import Ready
 from minserve.runner.runner import Runner
