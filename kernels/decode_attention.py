@@ -1,8 +1,8 @@
 """Attention of decode rows over pages.
 
-    out[r, h] = sum over t < lengths[r] of softmax_t(q[r, h] . k[t, g] / sqrt(head_dim)) v[t, g]      g = h // (heads / kv_heads)
+    out[r, h] = sum over t < lengths[r] of softmax_t(q[r, h] . k[t, g] / sqrt(head_dim)) v[t, g]
 
-t runs over the tokens of the row's sequence, in pages named by its page table. RoPE is in the keys already.
+where g = h // (heads / kv_heads). t runs over the tokens of the row's sequence, in pages named by its page table. RoPE is in the keys already.
 """
 
 from dataclasses import dataclass

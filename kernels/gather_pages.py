@@ -1,4 +1,7 @@
-"""Copy the pages of some sequences side by side, so that plain attention can read them. For the torch references only."""
+"""Copy the pages of some sequences side by side, so that plain attention can read them.
+
+For the torch references only: a real kernel reads pages where they are.
+"""
 
 import torch
 

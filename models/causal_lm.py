@@ -88,7 +88,7 @@ class CausalLM(nn.Module):
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(module, FusedLinear):
                     parent = path.rpartition(".")[0]
-                    pieces = torch.split(parameter, list(module.parts.values()))
+                    pieces = torch.split_with_sizes(parameter, list(module.parts.values()))
                     tensors |= {f"{prefix}{parent}.{part}.{name}": piece for part, piece in zip(module.parts, pieces)}
                 else:
                     tensors[f"{prefix}{path}.{name}"] = parameter

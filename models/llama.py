@@ -13,8 +13,8 @@ class LlamaAttention(SelfAttention):
 
     def prepare(self, qkv: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # q and k lie side by side and are rotated alike: one pass turns both.
-        qk, v = torch.split(qkv, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        q, k = torch.split(apply_rope(qk, *rope), [self.num_heads, self.num_kv_heads], dim=1)
+        qk, v = torch.split_with_sizes(qkv, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = torch.split_with_sizes(apply_rope(qk, *rope), [self.num_heads, self.num_kv_heads], dim=1)
         return q, k, v
 
 

@@ -17,7 +17,7 @@ class Qwen3Attention(SelfAttention):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def prepare(self, qkv: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k, v = torch.split_with_sizes(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return apply_rope(self.q_norm(q), *rope), apply_rope(self.k_norm(k), *rope), v
 
 

@@ -43,7 +43,15 @@ class Rate(NamedTuple):
 
 
 def minserve_generate(folder: Path, dtype: str, num_streams: int) -> Generate:
-    llm = LLM(model=str(folder), dtype=dtype, device="cpu", max_num_seqs=num_streams, enable_prefix_caching=False)
+    llm = LLM(
+        str(folder),
+        device="cpu",
+        dtype=dtype,
+        max_model_len=2048,
+        kv_cache_memory=2**30,
+        max_num_seqs=num_streams,
+        enable_prefix_caching=False,
+    )
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)

@@ -1,11 +1,14 @@
 """How large the project is: lines of every Python file, and what is over the limits.
 
-Owns: the limits for files and functions, and the budget for all lines that are not tests.
-Lines are physical lines, as `wc -l` counts them: comments and docstrings are read too.
+Owns: the limits for files and functions, and the budget for all code that is not tests.
+Files and functions are limited in lines, as `wc -l` counts them, since all of them are read. The budget counts lines of
+code, without blank lines, comments and docstrings, since nobody should save by explaining less.
 """
 
 import ast
+import io
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +18,10 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_LINES = 6000
-"""All lines outside tests/. A commit may raise it, and says why."""
+BUDGET_CODE_LINES = 6000
+"""Lines of code outside tests/. A commit may raise it, and says why."""
+
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 def python_files(room: str) -> list[Path]:
@@ -38,30 +43,42 @@ def long_functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 yield node.name, num_lines
 
 
+def count_code_lines(source: str, tree: ast.Module) -> int:
+    """Lines on which a token of code stands. A string that is a statement by itself is a docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
 def main() -> int:
     warnings: list[str] = []
     failures: list[str] = []
-    totals: dict[str, int] = {}
-    for room in ROOMS:
-        totals[room] = 0
-        for path in python_files(room):
-            source = path.read_text(encoding="utf-8")
-            name = path.relative_to(ROOT).as_posix()
-            num_lines = source.count("\n")
-            totals[room] += num_lines
-            print(f"{num_lines:6}  {name}")
-            if num_lines > MAX_FILE_LINES:
-                failures.append(f"{name} has {num_lines} lines; a file may have {MAX_FILE_LINES}")
-            elif num_lines > WARN_FILE_LINES:
-                warnings.append(f"{name} has {num_lines} lines; about {WARN_FILE_LINES} is wanted")
-            for function, length in long_functions(ast.parse(source)):
-                failures.append(f"{name}: {function} has {length} lines; a function may have {MAX_FUNCTION_LINES}")
+    code_lines = dict.fromkeys(ROOMS, 0)
+    print(" lines   code")
+    for path in (path for room in ROOMS for path in python_files(room)):
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        name = path.relative_to(ROOT).as_posix()
+        num_lines, num_code_lines = source.count("\n"), count_code_lines(source, tree)
+        code_lines[name.partition("/")[0]] += num_code_lines
+        print(f"{num_lines:6} {num_code_lines:6}  {name}")
+        if num_lines > MAX_FILE_LINES:
+            failures.append(f"{name} has {num_lines} lines; a file may have {MAX_FILE_LINES}")
+        elif num_lines > WARN_FILE_LINES:
+            warnings.append(f"{name} has {num_lines} lines; about {WARN_FILE_LINES} is wanted")
+        for function, length in long_functions(tree):
+            failures.append(f"{name}: {function} has {length} lines; a function may have {MAX_FUNCTION_LINES}")
 
-    num_counted = sum(lines for room, lines in totals.items() if room != "tests")
-    if num_counted > BUDGET_LINES:
-        failures.append(f"{num_counted} lines outside tests/; the budget is {BUDGET_LINES} (tools/size.py)")
-    print("  ".join(f"{room} {lines}" for room, lines in totals.items()))
-    print(f"outside tests: {num_counted} of {BUDGET_LINES}")
+    num_counted = sum(lines for room, lines in code_lines.items() if room != "tests")
+    if num_counted > BUDGET_CODE_LINES:
+        failures.append(f"{num_counted} lines of code outside tests/; the budget is {BUDGET_CODE_LINES}")
+    print("code:  " + "  ".join(f"{room} {lines}" for room, lines in code_lines.items()))
+    print(f"code outside tests/: {num_counted} of {BUDGET_CODE_LINES} lines")
     for line in warnings:
         print(f"warning: {line}")
     for line in failures:

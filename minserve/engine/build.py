@@ -17,8 +17,8 @@ from minserve.errors import ConfigError
 from minserve.memory.blocks import BlockManager, blocks_for
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
+from minserve.models.causal_lm import CausalLM
 from minserve.models.config import ModelConfig
-from minserve.models.layers import CausalLM
 from minserve.models.registry import build_model
 from minserve.protocol import Ready
 from minserve.runner.runner import Runner
@@ -44,6 +44,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     model, weights_bytes = _load(config, model_config, device, dtype, progress)
     kv_bytes = kv_cache_bytes(config, device)
     max_model_len, num_pages = choose_context(config, model_config, dtype, kv_bytes)
+    model.set_max_positions(max_model_len)
     pages = KVPages(model_config, num_pages, dtype, device)
     lanes = Lanes(config.max_num_seqs, blocks_for(max_model_len), model_config.vocab_size, device)
     scheduler = Scheduler(
@@ -75,7 +76,7 @@ def _load(
 ) -> tuple[CausalLM, int]:
     model = build_model(model_config, device="meta", dtype=dtype)
     if config.load_format == "dummy":
-        return model, init_dummy_weights(model, config.seed, device=device, dtype=dtype)
+        return model, init_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)
     return model, load_weights(model, Path(config.model_path), device=device, dtype=dtype, progress=progress)
 
 

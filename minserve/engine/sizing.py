@@ -49,7 +49,7 @@ def choose_context(config: EngineConfig, model: ModelConfig, dtype: torch.dtype,
     """(max_model_len, num_pages): pages enough for one request of max_model_len tokens, and as many as kv_bytes hold
     or max_num_seqs such requests need."""
     page_bytes = KVPages.bytes_per_page(model, dtype)
-    longest = model.max_context
+    longest = model.max_position_embeddings
     wanted = config.max_model_len or longest
     if wanted > longest:
         raise ConfigError(f"--max-model-len {wanted}: this model's positions end at {longest}")

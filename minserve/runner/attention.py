@@ -57,7 +57,7 @@ class PrefillAttention:
         """q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads * head_dim]."""
         kv = self._kv[layer]
         kv_write(kv, self._pages, self._slots, k, v)
-        split = zip(self._parts, *(tensor.split(self._sizes) for tensor in (q, k, v)), strict=True)
+        split = zip(self._parts, *(torch.split(tensor, self._sizes) for tensor in (q, k, v)), strict=True)
         return torch.cat([part.attend(kv, *qkv) for part, *qkv in split]).flatten(1)
 
 

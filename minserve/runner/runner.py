@@ -10,7 +10,7 @@ import torch
 from minserve.engine.plan import Chunk, Sample, StepPlan, StepResult
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
-from minserve.models.layers import CausalLM
+from minserve.models.causal_lm import CausalLM
 from minserve.protocol import TokenLogprobs
 from minserve.runner.attention import DecodeAttention, PrefillAttention
 from minserve.runner.sampler import Sampler, report_logprobs
@@ -53,7 +53,7 @@ class Runner:
         attend = PrefillAttention(self._pages.kv, self._lanes.page_table, chunks)
         token_ids = torch.tensor([id for chunk in chunks for id in chunk.token_ids], device=attend.positions.device)
         hidden = self._model(token_ids, attend.positions, attend)
-        parts = hidden.split([len(chunk.token_ids) for chunk in chunks])
+        parts = torch.split(hidden, [len(chunk.token_ids) for chunk in chunks])
         logprobs = [self._prompt_logprobs(chunk, part) for chunk, part in zip(chunks, parts, strict=True)]
         last = [part[-1:] for chunk, part in zip(chunks, parts, strict=True) if chunk.samples]
         return torch.cat(last) if last else hidden[:0], logprobs
@@ -61,7 +61,8 @@ class Runner:
     def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[TokenLogprobs]:
         entries: list[TokenLogprobs] = []
         targets = torch.tensor(chunk.prompt_targets, dtype=torch.int64, device=hidden.device)
-        for rows, wanted in zip(hidden[: len(targets)].split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
+        split = (torch.split(tensor, LOGIT_ROWS) for tensor in (hidden[: len(targets)], targets))
+        for rows, wanted in zip(*split, strict=True):
             if len(wanted):
                 logits = self._sampler.mask(self._model.logits(rows))
                 entries += report_logprobs(logits, wanted, chunk.prompt_logprobs)

@@ -7,12 +7,15 @@ Does not know: what is built.
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from minserve.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
 
 
 def cache_root() -> Path:
@@ -57,7 +60,11 @@ def _build_and_publish(folder: Path, build: Callable[[Path], None]) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Hold an advisory lock. The kernel drops it with the process, so a crash leaves nothing locked."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _logger.info("waiting for another process that is making %s", path.with_suffix(""))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

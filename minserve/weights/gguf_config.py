@@ -108,7 +108,10 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, An
     if tensor.shape != (head_dim // 2,) or tensor.quantization.name != "F32":
         raise WeightsError(f"{file.path}: rope_freqs.weight must be {head_dim // 2} float32 values, is {tensor.shape}")
     stored = tensor.rows.view(np.float32).reshape(-1)
-    factor = float(stored.max())
+    # Rounded, for converters that computed it in float32.
+    factor = round(float(stored.max()), 4)
+    if not 1 <= factor < math.inf:
+        raise WeightsError(f"{file.path}: rope_freqs.weight holds factors up to {factor}")
     low, high, original = _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL_LENGTH
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     # 0 for wavelengths that are stretched in full, 1 for those that stay, a ramp of the frequency between.

@@ -46,6 +46,9 @@ _NOT_WEIGHTS = frozenset(["rope_freqs.weight"])
 
 def pending_tensors(file: GGUFFile, config: dict[str, Any]) -> list[PendingTensor]:
     """The weights that `config`, a config.json, calls for; WeightsError names what is missing or left over."""
+    if config["num_hidden_layers"] > len(file.tensors):
+        # Checked first: a list of the names that a hostile file calls for could fill the memory.
+        raise WeightsError(f"{file.path}: {config['num_hidden_layers']} layers, but {len(file.tensors)} tensors")
     names = _names(config)
     missing = sorted(names.keys() - file.tensors.keys())
     left_over = sorted(file.tensors.keys() - names.keys() - _NOT_WEIGHTS)
@@ -58,9 +61,9 @@ def pending_tensors(file: GGUFFile, config: dict[str, Any]) -> list[PendingTenso
     pending = []
     for name, hf_name in names.items():
         tensor = file.tensors[name]
+        _check(file, tensor)
         dtype = _STORED.get(tensor.quantization, dequantized)
         order = _row_order(file, tensor, config)
-        _check_dequantizable(file, tensor)
         pending.append(PendingTensor(hf_name, dtype, tensor.shape, partial(_chunks, tensor, dtype, order)))
     return pending
 
@@ -125,10 +128,15 @@ def _converted(chunk: npt.NDArray[np.uint8], quantization: Any, dtype: StoredDty
     return bytes(values.tobytes())
 
 
-def _check_dequantizable(file: GGUFFile, tensor: GGUFTensor) -> None:
-    """Refuse before anything is written a type that the library cannot turn into numbers."""
+def _check(file: GGUFFile, tensor: GGUFTensor) -> None:
+    """Refuse, before anything is written, what cannot be a weight or cannot be turned into numbers."""
+    is_vector = tensor.name.endswith(("_norm.weight", ".bias"))
+    if len(tensor.shape) != (1 if is_vector else 2):
+        raise WeightsError(f"{file.path}: {tensor.name} has the shape {tensor.shape}")
     if tensor.quantization in _STORED:
         return
+    if is_vector:
+        raise WeightsError(f"{file.path}: {tensor.name} is a vector, but stored as {tensor.quantization.name}")
     try:
         dequantize(np.array(tensor.rows[:1]), tensor.quantization)
     except NotImplementedError as error:

@@ -31,12 +31,14 @@ _SPLIT_AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 class _Scheme:
     """What the one word in tokenizer.ggml.pre stands for.
 
+    gpt2_words: the GPT-2 word pattern splits after make_splitter, which in the others is a word pattern itself.
     ignore_merges: a word that is a token is that token, whatever the merges would make of it.
     add_bos: whether a beginning-of-sequence token is added where the file does not say.
     """
 
     make_splitter: Callable[[], Any]
     nfc: bool = False
+    gpt2_words: bool = False
     ignore_merges: bool = False
     add_bos: bool = False
 
@@ -48,7 +50,7 @@ def _split_by(numbers: str) -> Callable[[], Any]:
 
 _LLAMA3 = _Scheme(_split_by(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
 _SCHEMES = {
-    "smollm": _Scheme(lambda: pre_tokenizers.Digits(individual_digits=True)),
+    "smollm": _Scheme(lambda: pre_tokenizers.Digits(individual_digits=True), gpt2_words=True),
     "qwen2": _Scheme(_split_by(r"\p{N}"), nfc=True),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
@@ -125,8 +127,7 @@ class GGUFTokenizer:
             raise WeightsError(f"{self._file.path}: tokenizer.ggml.merges cannot be used: {error}") from error
         if scheme.nfc:
             tokenizer.normalizer = normalizers.NFC()
-        # The GPT-2 word pattern comes with "smollm" only; the others have split the words already.
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=scheme is _SCHEMES["smollm"])
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=scheme.gpt2_words)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([scheme.make_splitter(), byte_level])
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.post_processor = self._post_processor()
@@ -135,17 +136,15 @@ class GGUFTokenizer:
         return tokenizer
 
     def _post_processor(self) -> Any:
-        pieces, special_tokens = ["$A"], []
-        if self._add_bos:
-            assert self.bos_token_id is not None
-            bos = self._tokens[self.bos_token_id]
-            pieces.insert(0, bos)
-            special_tokens.append((bos, self.bos_token_id))
-        if self._add_eos:
-            eos = self._tokens[self.eos_token_ids[0]]
-            pieces.append(eos)
-            special_tokens.append((eos, self.eos_token_ids[0]))
-        template = processors.TemplateProcessing(single=pieces, special_tokens=special_tokens)
+        # Named bos and eos: a token's own text could mean something in the template's little language.
+        names = ["bos"] * self._add_bos + ["$A"] + ["eos"] * self._add_eos
+        ids = {"bos": self.bos_token_id, "eos": next(iter(self.eos_token_ids), None)}
+        special = [
+            {"id": name, "ids": [token_id], "tokens": [self._tokens[token_id]]}
+            for name, token_id in ids.items()
+            if token_id is not None
+        ]
+        template = processors.TemplateProcessing(single=names, special_tokens=special)
         return processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
 
     def _find_eos_token_ids(self) -> list[int]:

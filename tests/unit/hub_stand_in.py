@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.unit.http_stand_in import running
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -32,15 +33,8 @@ class StandInHub:
         class Handler(_Handler):
             stand_in = hub
 
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-            thread.start()
-            self.url = f"http://127.0.0.1:{server.server_port}"
-            try:
-                yield self
-            finally:
-                server.shutdown()
-                thread.join()
+        with running(Handler) as self.url:
+            yield self
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,6 +1,7 @@
 """BlockManager: prefixes are found exactly when they should be, and no page is lost or given twice."""
 
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from minserve.config import BLOCK_SIZE

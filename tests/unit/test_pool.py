@@ -1,7 +1,8 @@
 """PlacePool: every place is in one state, and references equal holders, whatever happens in whatever order."""
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from minserve.memory.pool import PlacePool
