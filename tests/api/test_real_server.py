@@ -42,6 +42,11 @@ async def until_gauge(http: aiohttp.ClientSession, server: RealServer, name: str
             pass
 
 
+async def ready_status(http: aiohttp.ClientSession, server: RealServer) -> int:
+    async with http.get(f"{server.url}/ready") as response:
+        return response.status
+
+
 async def read_events(response: aiohttp.ClientResponse) -> list:
     frames = [line for line in (await response.text()).split("\n\n") if line.startswith("data: ")]
     assert frames.pop() == "data: [DONE]"
@@ -160,7 +165,7 @@ async def test_sigterm_lets_running_streams_finish_refuses_new_ones_and_exits_wi
         await first_chunk(response)
         server.signal(signal.SIGTERM)
         async with asyncio.timeout(60):
-            while (await http.get(f"{server.url}/ready")).status != 503:
+            while await ready_status(http, server) != 503:
                 pass
         async with http.post(f"{server.url}/v1/chat/completions", json=body) as refused:
             assert refused.status == 503
