@@ -24,7 +24,9 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     args = parse_args(argv)
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(message)s", stream=sys.stderr)
+    # Libraries are heard when something is wrong only: some log every request that they make.
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("minserve").setLevel(args.log_level.upper())
     try:
         return _serve(args)
     except ConfigError as error:

@@ -4,6 +4,7 @@ Does not know: requests; it reads the engine's counters only.
 """
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable
 
@@ -33,16 +34,12 @@ def activity_line(before: Stats, now: Stats, seconds: float) -> str | None:
 async def log_activity(read: Callable[[], Stats]) -> None:
     """Log the line for ever."""
     loop = asyncio.get_running_loop()
-    before, since = read_copy(read()), loop.time()
+    # A copy, since an engine may count on in the same object.
+    before, since = copy.copy(read()), loop.time()
     while True:
         await asyncio.sleep(INTERVAL_S)
-        now, at = read_copy(read()), loop.time()
+        now, at = copy.copy(read()), loop.time()
         line = activity_line(before, now, at - since)
         if line is not None:
             logger.info(line)
         before, since = now, at
-
-
-def read_copy(stats: Stats) -> Stats:
-    """A copy, since an engine may update its Stats in place."""
-    return Stats(**{name: getattr(stats, name) for name in Stats.__struct_fields__})

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from minserve.api.errors import error_response
+from minserve.errors import MinserveError
 
 logger = logging.getLogger("minserve.api")
 
@@ -91,7 +92,8 @@ async def stream_events(
         except Exception as error:
             if not stream.started:
                 raise
-            logger.error("%s %s failed in mid-stream: %s", request.method, request.path, error, exc_info=error)
+            expected = isinstance(error, MinserveError)
+            logger.error("a stream has failed: %s", error, exc_info=None if expected else error)
             await stream.send(error_response(error))
         await stream.finish()
     return stream.response

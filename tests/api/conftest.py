@@ -146,7 +146,7 @@ async def running(start) -> Running:
 @pytest.fixture(scope="session")
 def real_server():
     """The command with its default model, shared by the tests that leave it as it was."""
-    server = RealServer("--device", "cpu", "--max-num-seqs", "4")
+    server = RealServer("--max-num-seqs", "4")
     yield server
     server.end()
 
@@ -157,7 +157,7 @@ def start_real():
     servers = []
 
     def start(*flags: str) -> RealServer:
-        servers.append(RealServer("--device", "cpu", *flags))
+        servers.append(RealServer(*flags))
         return servers[-1]
 
     yield start

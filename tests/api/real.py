@@ -15,12 +15,14 @@ START_S = 300.0
 
 END_S = 60.0
 
+SMALL = ("--device", "cpu", "--kv-cache-memory", "512MiB")
+
 
 class RealServer:
     """`python -m minserve` from its start until it is ready. Its lines are kept for when a test fails."""
 
     def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "minserve", "--port", "0", *flags]
+        command = [sys.executable, "-m", "minserve", "--port", "0", *SMALL, *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
