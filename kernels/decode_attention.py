@@ -2,7 +2,8 @@
 
     out[r, h] = sum over t < lengths[r] of softmax_t(q[r, h] . k[t, g] / sqrt(head_dim)) v[t, g]
 
-where g = h // (heads / kv_heads). t runs over the tokens of the row's sequence, in pages named by its page table. RoPE is in the keys already.
+where g = h // (heads / kv_heads), and t runs over the tokens of the row's sequence, in pages named by its page table.
+RoPE is in the keys already.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from torch import nn
 
 from minserve.kernels.rope import gather_rope
 from minserve.models.config import ModelConfig
-from minserve.models.layers import Attend, FusedLinear, GatedMLP, ResidualRMSNorm, Rope, SelfAttention
+from minserve.models.layers import Attend, FusedLinear, GatedMLP, RMSNorm, Rope, SelfAttention
 from minserve.models.rope import make_rope_table
 
 
@@ -21,17 +21,17 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: SelfAttention) -> None:
         super().__init__()
-        self.input_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [tokens, hidden], what the layer before adds to the residual. Returns the same two of this layer."""
-        x, residual = self.input_layernorm(x, residual)
-        x, residual = self.post_attention_layernorm(self.self_attn(x, rope, attend), residual)
+        x, residual = self.input_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, rope, attend), residual)
         return self.mlp(x), residual
 
 
@@ -50,7 +50,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, part) for part in attention)
-        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -68,8 +68,7 @@ class CausalLM(nn.Module):
         x, residual = self.embed_tokens(token_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, rope, attend)
-        hidden: torch.Tensor = self.norm(x, residual)[0]
-        return hidden
+        return self.norm.add(x, residual)[0]
 
     if TYPE_CHECKING:
 

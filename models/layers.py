@@ -48,14 +48,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., size]; normalized over the last dimension."""
         return rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add what the part before made to the residual stream, and normalize the stream for the part after.
 
-class ResidualRMSNorm(RMSNorm):
-    """Adds what the part before it made to the residual stream, and normalizes the stream for the part after it."""
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """x, residual: [tokens, hidden]; residual None: the stream begins with x. Returns (normalized, residual)."""
+        x, residual: [tokens, hidden]; residual None: the stream begins with x. Returns (normalized, residual).
+        """
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -45,6 +45,7 @@ class Build:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.cwd = root
+        (root / "home").mkdir()
         venv = root / "usr"
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name == "LANG"}

@@ -6,6 +6,7 @@ Does not know: HTTP, text, what the engine does with a request.
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
@@ -28,6 +29,11 @@ from minserve.protocol import (
     Submit,
     ToEngine,
 )
+
+THREADS_ENV = {"GOMP_SPINCOUNT": "1000"}
+"""OpenMP's threads spin for milliseconds when they wait for each other, by default. Where the API process or anything
+else wants a core at the same time, the spinning thread keeps from it the one that it waits for, and a step on the CPU
+takes many times as long."""
 
 
 class EngineClient:
@@ -75,6 +81,7 @@ class EngineClient:
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal is for the API process, which drains first
+                env=THREADS_ENV | os.environ,
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         client = cls(process, reader, writer, engine_timeout_s)

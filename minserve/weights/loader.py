@@ -83,6 +83,8 @@ def init_dummy_weights(model: CausalLM, *, device: torch.device | str, dtype: to
 
 def find_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder: model.safetensors, or else those that its index names."""
+    if not folder.is_dir():
+        raise WeightsError(f"{folder}: there is no such folder")
     if (folder / SINGLE_FILE).exists():
         return [file_in_folder(folder, SINGLE_FILE)]
     if not (folder / INDEX_FILE).exists():
@@ -105,9 +107,10 @@ def find_files(folder: Path) -> list[Path]:
 def _explain_absence(folder: Path) -> str:
     """What to tell a user whose folder has no safetensors under the names that are looked for."""
     wanted = f"there is no {SINGLE_FILE} or {INDEX_FILE}"
-    if not folder.is_dir():
-        return "there is no such folder"
-    present = sorted(path.name for path in folder.iterdir())
+    try:
+        present = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        return f"{wanted}: {error}"
     pickles = [name for name in present if name.endswith(_PICKLE_SUFFIXES)]
     if pickles:
         return f"{wanted}, only {_list_names(pickles)}: pickle files can run code and are not read; convert them first"

@@ -170,5 +170,6 @@ def test_the_model_can_be_computed_in_bfloat16(tmp_path):
     token_ids = torch.randint(96, (NUM_TOKENS,))
     logits = model.logits(model(token_ids, torch.arange(NUM_TOKENS), DenseAttend()))
     assert logits.dtype == torch.bfloat16
+    assert model.rope_table.dtype == torch.float32, "bfloat16 cannot tell far positions apart"
     error = (logits.float() - reference(token_ids[None]).logits[0]).norm() / logits.float().norm()
     assert error < 0.05
