@@ -3,6 +3,9 @@
 Owns: the tensor. Does not know which page belongs to whom.
 """
 
+import math
+
+import numpy as np
 import torch
 
 from minserve.config import BLOCK_SIZE
@@ -14,11 +17,21 @@ class KVPages:
 
     def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (config.num_layers, num_pages, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
-        # Zeros, not garbage: masked positions have weight 0, and 0 times a stray NaN would be NaN.
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        self.kv = _zeros(shape, dtype, device)
         self.num_pages = num_pages
 
     @staticmethod
     def bytes_per_page(config: ModelConfig, dtype: torch.dtype) -> int:
         """Bytes of one page."""
         return config.num_layers * config.num_kv_heads * 2 * BLOCK_SIZE * config.head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: masked positions have weight 0, and 0 times a stray NaN would be NaN.
+
+    On a CPU they come from calloc by way of numpy: the memory of pages is taken when they are first written. torch.zeros
+    would write gigabytes before the first request.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -32,18 +32,19 @@ def transformers_model(smollm2):
 @pytest.fixture(scope="session")
 def transformers_outputs(transformers_model, prompts):
     """Greedy, 64 tokens each, and before each token how far the two largest logits are apart."""
-    outputs = []
-    for prompt in prompts:
-        result = transformers_model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=64,
-            do_sample=False,
-            eos_token_id=[2, 0],
-            pad_token_id=2,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        top = torch.stack([logits[0] for logits in result.logits]).topk(2).values
-        outputs.append((result.sequences[0, len(prompt) :].tolist(), (top[:, 0] - top[:, 1]).tolist()))
-    return outputs
+    longest = max(map(len, prompts))
+    result = transformers_model.generate(
+        torch.tensor([[2] * (longest - len(prompt)) + prompt for prompt in prompts]),
+        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        max_new_tokens=64,
+        do_sample=False,
+        eos_token_id=[2, 0],
+        pad_token_id=2,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    top = torch.stack(result.logits, dim=1).topk(2).values
+    gaps = (top[..., 0] - top[..., 1]).tolist()
+    tokens = result.sequences[:, longest:].tolist()
+    lengths = [next((at + 1 for at, token in enumerate(row) if token in (2, 0)), len(row)) for row in tokens]
+    return [(row[:length], gap[:length]) for row, gap, length in zip(tokens, gaps, lengths, strict=True)]

@@ -28,15 +28,13 @@ def assert_all_same(completions, references):
         assert_same(completion.token_ids, reference)
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_alone(smollm2, prompts, transformers_outputs, run_ahead):
-    llm = engine(smollm2, run_ahead=run_ahead, max_num_seqs=1)
+def test_alone(smollm2, prompts, transformers_outputs):
+    llm = engine(smollm2, run_ahead=1, max_num_seqs=1)
     assert_all_same([llm.generate(prompt, max_tokens=64)[0] for prompt in prompts], transformers_outputs)
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_all_in_one_batch_and_again_with_prefix_hits(smollm2, prompts, transformers_outputs, run_ahead):
-    llm = engine(smollm2, run_ahead=run_ahead)
+def test_all_in_one_batch_and_again_with_prefix_hits(smollm2, prompts, transformers_outputs):
+    llm = engine(smollm2)
     cold = llm.generate(prompts, max_tokens=64)
     assert all(completion.cached_tokens == 0 for completion in cold)
     warm = llm.generate(prompts, max_tokens=64)
@@ -47,7 +45,7 @@ def test_all_in_one_batch_and_again_with_prefix_hits(smollm2, prompts, transform
 
 
 def test_prompts_in_chunks_of_at_most_16_tokens(smollm2, prompts, transformers_outputs):
-    llm = engine(smollm2, max_num_seqs=8, max_num_batched_tokens=16)
+    llm = engine(smollm2, run_ahead=1, max_num_seqs=8, max_num_batched_tokens=16)
     assert_all_same(llm.generate(prompts, max_tokens=64), transformers_outputs)
 
 
