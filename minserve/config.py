@@ -20,6 +20,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     token_id_ranges: half-open ranges of the logits' columns that are real tokens; others are never sampled.
         Empty: all of them.
     kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
+    host_kv: bytes of host memory for blocks that have no page; 0: none.
     max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
     run_ahead: steps that are launched before the tokens of the last one are known; None: 1 on a GPU, 0 on a CPU,
         where launching is running.
@@ -33,6 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | None = None
+    host_kv: int = 0
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     rope_scaling: dict[str, Any] | None = None

@@ -84,7 +84,8 @@ class Delta(msgspec.Struct, kw_only=True, tag="delta", omit_defaults=True):
 
     logprobs has one entry for each of token_ids when they were asked for.
     prompt_logprobs comes once, with the first delta: one entry a prompt token, None for the first.
-    cached_tokens: prompt tokens whose KV was found in the prefix cache (in the first delta and in the last).
+    cached_tokens: prompt tokens whose KV was found in the prefix cache (in the first delta and in the last);
+    cached_host_tokens: those of them that were loaded from host memory.
     stop_token_id: which token ended the text, if one did (it is in token_ids too).
     error: the reason, with finish_reason "error".
     """
@@ -96,6 +97,7 @@ class Delta(msgspec.Struct, kw_only=True, tag="delta", omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     cached_tokens: int | None = None
+    cached_host_tokens: int | None = None
     error: str | None = None
 
 
@@ -106,6 +108,8 @@ class Stats(msgspec.Struct, kw_only=True):
     num_waiting: int = 0
     num_pages: int = 0
     num_pages_used: int = 0
+    num_host_blocks: int = 0
+    num_host_blocks_used: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -140,6 +144,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_model_len: int
     vocab_size: int
     num_pages: int
+    num_host_blocks: int
     kv_cache_bytes: int
     weights_bytes: int
     max_num_seqs: int

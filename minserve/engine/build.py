@@ -12,9 +12,11 @@ import torch
 from minserve.config import EngineConfig
 from minserve.engine.core import Engine
 from minserve.engine.scheduler import Scheduler
-from minserve.engine.sizing import choose_context, choose_device, choose_dtype, kv_cache_bytes
+from minserve.engine.sizing import choose_context, choose_device, choose_dtype, kv_cache_bytes, num_host_blocks
 from minserve.errors import ConfigError
 from minserve.memory.blocks import BlockManager, blocks_for
+from minserve.memory.copies import SyncCopies
+from minserve.memory.host_pool import HostPool
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
 from minserve.models.causal_lm import CausalLM
@@ -46,9 +48,16 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     max_model_len, num_pages = choose_context(config, model_config, dtype, kv_bytes)
     model.set_max_positions(max_model_len)
     pages = KVPages(model_config, num_pages, dtype, device)
+    host = HostPool(num_host_blocks(config, model_config, dtype), pages)
     lanes = Lanes(config.max_num_seqs, blocks_for(max_model_len), model_config.vocab_size, device)
     scheduler = Scheduler(
-        BlockManager(num_pages, secret=secrets.token_bytes(32), prefix_caching=config.enable_prefix_caching),
+        BlockManager(
+            num_pages,
+            secret=secrets.token_bytes(32),
+            prefix_caching=config.enable_prefix_caching,
+            num_host_blocks=host.kv.shape[0],
+            copies=SyncCopies(host.move),
+        ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -64,6 +73,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
         num_pages=num_pages,
+        num_host_blocks=host.kv.shape[0],
         kv_cache_bytes=pages.kv.nbytes,
         weights_bytes=weights_bytes,
         max_num_seqs=config.max_num_seqs,

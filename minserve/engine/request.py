@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from minserve.engine.plan import Chunk, Sample
+from minserve.engine.plan import Chunk, LaneSetup, Sample
+from minserve.memory.blocks import NOTHING_CACHED, Cached
 from minserve.protocol import FinishReason, SamplingParams, Submit, TokenLogprobs
 
 
@@ -26,7 +27,10 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """arrival: its place in the queue, kept when it is preempted. num_cached: prompt tokens found in the cache."""
+    """arrival: its place in the queue, kept when it is preempted. is_set_up: its lane knows of it.
+
+    found: what the caches had for it when it last took pages; cached: when it first computed.
+    """
 
     id: str
     params: SamplingParams
@@ -39,8 +43,9 @@ class Request:
     lane: int = -1
     num_computed: int = 0
     num_in_flight: int = 0
-    num_preemptions: int = 0
-    num_cached: int | None = None
+    is_set_up: bool = False
+    found: Cached = NOTHING_CACHED
+    cached: Cached | None = None
     first_delta_sent: bool = False
     block_keys: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -103,6 +108,18 @@ class Request:
     def awaits_prompt_logprobs(self) -> bool:
         """Log probabilities of its prompt are still to be reported, so every prompt token has to be computed."""
         return self.prompt_logprobs is not None and not self.first_delta_sent
+
+    def lane_setup(self) -> LaneSetup:
+        """What its lane has to know before its first row or chunk."""
+        return LaneSetup(
+            lane=self.lane,
+            params=self.params,
+            token_ids=tuple(self.token_ids) if self.penalized else (),
+            num_prompt_tokens=self.num_prompt_tokens,
+            end_token_ids=self.end_token_ids,
+            last_token=self.token_ids[-1],
+            penalized=self.penalized,
+        )
 
     def next_chunk(self, count: int) -> Chunk:
         """Its next `count` tokens without KV, all known."""

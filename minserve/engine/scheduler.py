@@ -14,13 +14,15 @@ too many in the launched step; what that row yields is dropped.
 
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minserve.config import BLOCK_SIZE
+from minserve.engine.limits import refuse_impossible
 from minserve.engine.plan import Chunk, LaneSetup, Row, StepPlan, StepResult
 from minserve.engine.request import Request, Status
 from minserve.errors import RequestError
-from minserve.memory.blocks import BlockManager
+from minserve.memory.blocks import NOTHING_CACHED, BlockManager, Cached
 from minserve.memory.pool import PlacePool
 from minserve.protocol import Delta, FinishReason, Stats, Submit, TokenLogprobs
 
@@ -29,12 +31,10 @@ from minserve.protocol import Delta, FinishReason, Stats, Submit, TokenLogprobs
 class Launched:
     """What a launched step does for one request: computes its tokens up to num_computed, and perhaps samples.
 
-    num_preemptions: the request's at the launch; if it differs at the commit, the request has lost these pages.
     chunk: None for a decode row.
     """
 
     request: Request
-    num_preemptions: int
     num_computed: int
     samples: bool
     chunk: Chunk | None
@@ -45,7 +45,6 @@ class Decisions:
     """A plan in the making. counts: how many tokens each request computes."""
 
     counts: dict[Request, int] = field(default_factory=dict)
-    setups: list[LaneSetup] = field(default_factory=list)
     new_pages: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     preempted: bool = False
 
@@ -86,7 +85,9 @@ class Scheduler:
 
     def add(self, submit: Submit) -> None:
         """Queue a request. Raises RequestError if it can never be served."""
-        self._refuse_impossible(submit)
+        if submit.request_id in self._requests:
+            raise RequestError(f"request id {submit.request_id!r} is in use", param="request_id")
+        refuse_impossible(submit, self._max_model_len, self._vocab_size)
         self._num_arrived += 1
         request = Request.from_submit(submit, self._num_arrived, self._end_token_ids)
         self._requests[request.id] = request
@@ -105,37 +106,21 @@ class Scheduler:
         return bool(self._requests or self._ended)
 
     @property
+    def running(self) -> Sequence[Request]:
+        """Requests with a lane, in order of arrival."""
+        return self._running
+
+    @property
     def request_ids(self) -> list[str]:
         """Requests that have not ended, in order of arrival."""
         return list(self._requests)
-
-    def _refuse_impossible(self, submit: Submit) -> None:
-        num_prompt, params = len(submit.prompt_token_ids), submit.params
-        if submit.request_id in self._requests:
-            raise RequestError(f"request id {submit.request_id!r} is in use", param="request_id")
-        if num_prompt == 0:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        if params.max_tokens < 1:
-            raise RequestError(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
-        if num_prompt + params.max_tokens > self._max_model_len:
-            raise RequestError(
-                f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
-                f"{self._max_model_len} tokens",
-                param="max_tokens" if num_prompt < self._max_model_len else "prompt",
-                code="context_length_exceeded",
-            )
-        for name, ids in (
-            ("prompt", submit.prompt_token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
-                raise RequestError(f"{name}: token ids must be in 0..{self._vocab_size - 1}", param=name)
 
     # ---- plan ----
 
     def schedule(self) -> StepPlan:
         """The next step; empty if nobody can advance. Takes lanes and pages, and counts its tokens as computed."""
+        for request_id in self._blocks.poll_copies():
+            self._start_over(self._requests[request_id])
         decisions = Decisions()
         self._share_budget(decisions)
         self._find_pages(decisions)
@@ -146,7 +131,7 @@ class Scheduler:
     def _share_budget(self, decisions: Decisions) -> None:
         """Tokens for each running request: decodes first, then chunks of prompts, each in order of arrival."""
         budget = self._max_num_batched_tokens
-        active = [request for request in self._running if not request.wants_no_more]
+        active = [r for r in self._running if not r.wants_no_more and self._blocks.is_ready(r.id)]
         for request in sorted(active, key=lambda request: not request.is_decoding):
             count = min(budget, request.num_tokens - request.num_computed)
             if count:
@@ -160,7 +145,7 @@ class Scheduler:
                 continue  # it has given way
             first = len(self._blocks.pages(request.id))
             pages = self._grow(request, decisions)
-            if pages:
+            if pages and request.is_set_up:
                 decisions.new_pages.append((request.lane, first, tuple(pages)))
 
     def _grow(self, request: Request, decisions: Decisions) -> list[int] | None:
@@ -169,7 +154,7 @@ class Scheduler:
             pages = self._blocks.grow(request.id, request.num_computed + decisions.counts[request])
             if pages is not None:
                 return pages
-            if self._blocks.num_quarantined:
+            if self._blocks.num_returning:
                 del decisions.counts[request]  # pages are coming back: sit this step out rather than evict anyone
                 return None
             victim = self._running[-1]
@@ -186,43 +171,42 @@ class Scheduler:
             request = self._waiting[0]
             if request.num_in_flight:
                 return  # preempted under a launched step, whose token it still awaits
-            num_cached = self._blocks.open(
+            cached = self._blocks.open(
                 request.id,
                 request.token_ids,
                 request.cache_salt,
                 request.block_keys,
                 use_cache=not request.awaits_prompt_logprobs,
             )
-            if num_cached is None:
+            if cached is None:
                 return
             del self._waiting[0]
-            decisions.setups.append(self._start(request, num_cached))
-            decisions.new_pages.append((request.lane, 0, tuple(self._blocks.pages(request.id))))
-            decisions.counts[request] = min(budget, request.num_tokens - request.num_computed)
-            budget -= decisions.counts[request]
+            self._start(request, cached)
+            if self._blocks.is_ready(request.id):
+                decisions.counts[request] = min(budget, request.num_tokens - request.num_computed)
+                budget -= decisions.counts[request]
 
-    def _start(self, request: Request, num_cached: int) -> LaneSetup:
+    def _start(self, request: Request, cached: Cached) -> None:
         lanes = self._lanes.allocate(1)
         assert lanes is not None
-        request.status, request.lane, request.num_computed = Status.RUNNING, lanes[0], num_cached
+        request.status, request.lane, request.is_set_up = Status.RUNNING, lanes[0], False
+        request.num_computed, request.found = cached.num_tokens, cached
         insort(self._running, request, key=lambda request: request.arrival)
-        if request.num_cached is None:
-            request.num_cached = num_cached
+
+    def _set_up(self, request: Request, decisions: Decisions) -> LaneSetup:
+        """The first plan that computes anything for a request in its lane brings the lane's state and page table."""
+        request.is_set_up = True
+        decisions.new_pages.append((request.lane, 0, tuple(self._blocks.pages(request.id))))
+        if request.cached is None:
+            request.cached = request.found
             self._counters.prompt_tokens += request.num_prompt_tokens
             self._counters.prefix_queries_tokens += request.num_prompt_tokens
-            self._counters.prefix_hits_tokens += num_cached
-        return LaneSetup(
-            lane=request.lane,
-            params=request.params,
-            token_ids=tuple(request.token_ids) if request.penalized else (),
-            num_prompt_tokens=request.num_prompt_tokens,
-            end_token_ids=request.end_token_ids,
-            last_token=request.token_ids[-1],
-            penalized=request.penalized,
-        )
+            self._counters.prefix_hits_tokens += request.cached.num_tokens
+        return request.lane_setup()
 
     def _launch(self, decisions: Decisions) -> StepPlan:
         counts = decisions.counts
+        setups = [self._set_up(r, decisions) for r in self._running if r in counts and not r.is_set_up]
         launched = [self._advance(request, counts[request]) for request in self._running if request in counts]
         if not launched:
             return StepPlan(step=self._last_step)
@@ -234,7 +218,7 @@ class Scheduler:
         self._launched.append((self._last_step, launched))
         return StepPlan(
             step=self._last_step,
-            setups=decisions.setups,
+            setups=setups,
             new_pages=decisions.new_pages,
             chunks=[entry.chunk for entry in launched if entry.chunk is not None],
             rows=[
@@ -250,7 +234,6 @@ class Scheduler:
         request.num_computed += count
         return Launched(
             request=request,
-            num_preemptions=request.num_preemptions,
             num_computed=request.num_computed,
             samples=request.num_computed == request.num_tokens,
             chunk=chunk,
@@ -275,7 +258,7 @@ class Scheduler:
                 request.note_prompt_logprobs(entry.chunk, next(prompt_logprobs))
             if request.status is Status.FINISHED:
                 continue  # it ended while this step was in flight
-            if request.status is Status.RUNNING and request.num_preemptions == entry.num_preemptions:
+            if request.status is Status.RUNNING:  # else it has lost the pages that this step wrote
                 self._blocks.publish(request.id, request.token_ids, entry.num_computed)
             if token is not None:
                 deltas.append(self._take_token(request, *token))
@@ -291,6 +274,10 @@ class Scheduler:
         counters = self._counters
         counters.num_running, counters.num_waiting = len(self._running), len(self._waiting)
         counters.num_pages, counters.num_pages_used = self._blocks.num_pages, self._blocks.num_held
+        counters.num_host_blocks, counters.num_host_blocks_used = (
+            self._blocks.num_host_blocks,
+            self._blocks.num_host_used,
+        )
         return counters
 
     def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
@@ -312,7 +299,8 @@ class Scheduler:
         if request.awaits_prompt_logprobs and request.finish_reason != "abort":
             delta.prompt_logprobs = request.prompt_logprobs
         if not request.first_delta_sent or request.finish_reason is not None:
-            delta.cached_tokens = request.num_cached or 0
+            cached = request.cached or NOTHING_CACHED
+            delta.cached_tokens, delta.cached_host_tokens = cached.num_tokens, cached.host
         request.first_delta_sent = True
         return delta
 
@@ -321,20 +309,33 @@ class Scheduler:
             self._vacate(request)
         else:
             self._waiting.remove(request)
+            self._blocks.forget(request.id)
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.id]
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's pages and lane; it will compute again what the prefix cache has lost by then."""
-        self._vacate(request)
-        request.status, request.num_computed = Status.WAITING, 0
-        request.num_preemptions += 1
-        insort(self._waiting, request, key=lambda request: request.arrival)
+        """Take a request's pages and lane. What it has computed is kept in host blocks, as far as these reach."""
+        self._running.remove(request)
+        self._blocks.suspend(request.id, request.num_computed, self._last_step)
+        self._leave_lane(request)
+        self._requeue(request)
         self._counters.num_preemptions += 1
+
+    def _start_over(self, request: Request) -> None:
+        """What was found for a request could not be loaded: it asks again, and what failed is not found any more."""
+        self._vacate(request)
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        request.status, request.num_computed = Status.WAITING, 0
+        insort(self._waiting, request, key=lambda request: request.arrival)
 
     def _vacate(self, request: Request) -> None:
         self._running.remove(request)
         self._blocks.close(request.id, self._last_step)
+        self._leave_lane(request)
+
+    def _leave_lane(self, request: Request) -> None:
         self._lanes.release([request.lane], self._last_step)
         request.lane = -1
 

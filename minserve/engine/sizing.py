@@ -73,6 +73,17 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
     return max(0, int(total * config.gpu_memory_utilization) - (total - free) - CUDA_WORKSPACE_BYTES)
 
 
+def num_host_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Host blocks in host_kv bytes. Raises ConfigError if the memory, or the container's share of it, is less."""
+    available = available_host_bytes()
+    if config.host_kv > available:
+        raise ConfigError(
+            f"--host-kv {config.host_kv / GIB:.2f} GiB: only {available / GIB:.2f} GiB of host memory are available "
+            "here; lower it, or give the container more"
+        )
+    return config.host_kv // KVPages.bytes_per_page(model, dtype)
+
+
 def available_host_bytes() -> int:
     """Host memory that this process could still take: what is free, within the container's limit."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -17,7 +17,7 @@ class KVPages:
 
     def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (config.num_layers, num_pages, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
-        self.kv = _zeros(shape, dtype, device)
+        self.kv = zeros(shape, dtype, device.type)
         self.num_pages = num_pages
 
     @staticmethod
@@ -26,12 +26,12 @@ class KVPages:
         return config.num_layers * config.num_kv_heads * 2 * BLOCK_SIZE * config.head_dim * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """Zeros, not garbage: masked positions have weight 0, and 0 times a stray NaN would be NaN.
 
-    On a CPU they come from calloc by way of numpy: the memory of pages is taken when they are first written. torch.zeros
-    would write gigabytes before the first request.
+    On a CPU they come from calloc by way of numpy, so that the memory of a page is taken when it is first written.
+    torch.zeros would write gigabytes before the first request.
     """
-    if device.type != "cpu":
+    if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

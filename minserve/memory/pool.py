@@ -30,12 +30,18 @@ class PlacePool:
         self._holders = [0] * num_places
         self._key_of: dict[int, bytes] = {}
         self._place_of: dict[bytes, int] = {}
+        self._last_step = [0] * num_places
         self._ended_step = 0
 
     @property
     def num_available(self) -> int:
         """Places that `allocate` could give now."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        """Places with nothing of value in them."""
+        return len(self._free)
 
     @property
     def num_quarantined(self) -> int:
@@ -69,16 +75,18 @@ class PlacePool:
         self._holders[place] += 1
 
     def release(self, places: Sequence[int], last_step: int) -> None:
-        """One holder fewer of each; a place without holders is reused only when step `last_step` has ended.
+        """One holder fewer of each. The holder's steps up to `last_step` may touch the place: it is reused when the
+        steps of all its holders have ended.
 
         Places are given up from the last to the first, so that the end of a sequence is forgotten before its beginning.
         """
         for place in reversed(places):
             assert self._holders[place] > 0, f"place {place} released without a holder"
             self._holders[place] -= 1
+            self._last_step[place] = max(self._last_step[place], last_step)
             if self._holders[place] == 0:
-                if last_step > self._ended_step:
-                    self._quarantined[place] = last_step
+                if self._last_step[place] > self._ended_step:
+                    self._quarantined[place] = self._last_step[place]
                 else:
                     self._settle(place)
 
@@ -96,6 +104,17 @@ class PlacePool:
             return False
         assert self._key_of.setdefault(place, key) == key, f"place {place} published under a second key"
         return True
+
+    def unpublish(self, place: int) -> None:
+        """A held place turns out not to hold the block of its key."""
+        assert self._holders[place] > 0, f"place {place} unpublished without a holder"
+        key = self._key_of.pop(place, None)
+        if key is not None:
+            del self._place_of[key]
+
+    def num_holders(self, place: int) -> int:
+        """How many references a place has."""
+        return self._holders[place]
 
     def forget_all(self) -> None:
         """Drop every key; blocks in use stay in use."""

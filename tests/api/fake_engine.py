@@ -37,6 +37,7 @@ class FakeEngine:
             max_model_len=max_model_len,
             vocab_size=tokenizer.num_ids,
             num_pages=64,
+            num_host_blocks=0,
             kv_cache_bytes=2**20,
             weights_bytes=2**20,
             max_num_seqs=max_num_seqs,

@@ -6,15 +6,25 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from minserve.config import BLOCK_SIZE
 from minserve.memory.blocks import BlockManager, blocks_for
+from minserve.memory.copies import SyncCopies
 
 
-def manager(num_pages=8, prefix_caching=True):
-    return BlockManager(num_pages, secret=b"secret", prefix_caching=prefix_caching)
+def manager(num_pages=8, prefix_caching=True, num_host_blocks=0, secret=b"secret"):
+    copies = SyncCopies(lambda copy: None)
+    return BlockManager(
+        num_pages, secret=secret, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks, copies=copies
+    )
+
+
+def opened(blocks, request_id, tokens, salt=""):
+    """Open a request: how many of its tokens were cached, or None."""
+    cached = blocks.open(request_id, tokens, salt, [])
+    return None if cached is None else cached.num_tokens
 
 
 def serve(blocks, request_id, tokens, salt=""):
     """Compute a request and let it go. How many tokens were cached."""
-    cached = blocks.open(request_id, tokens, salt, [])
+    cached = opened(blocks, request_id, tokens, salt)
     blocks.publish(request_id, tokens, len(tokens))
     blocks.close(request_id, 0)
     return cached
@@ -38,7 +48,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.count += 1
         request_id = str(self.count)
         before = self.blocks.num_available
-        cached = self.blocks.open(request_id, tokens, "", [])
+        cached = opened(self.blocks, request_id, tokens)
         if cached is None:
             assert self.blocks.num_available == before
             return
@@ -112,7 +122,7 @@ def test_different_secrets_give_different_keys():
     keys = []
     for secret in (b"one", b"two"):
         own = []
-        blocks = BlockManager(4, secret=secret, prefix_caching=True)
+        blocks = manager(secret=secret)
         blocks.open("a", list(range(BLOCK_SIZE + 1)), "", own)
         keys.append(own)
     assert keys[0] != keys[1]
@@ -135,7 +145,7 @@ def test_blocks_that_are_not_published_are_not_found():
     tokens = list(range(2 * BLOCK_SIZE + 1))
     blocks.open("a", tokens, "", [])
     blocks.publish("a", tokens, BLOCK_SIZE + 3)
-    assert blocks.open("b", tokens, "", []) == BLOCK_SIZE
+    assert opened(blocks, "b", tokens) == BLOCK_SIZE
 
 
 def test_without_prefix_caching_nothing_is_found():
@@ -148,13 +158,13 @@ def test_without_prefix_caching_nothing_is_found():
 def test_a_request_that_would_have_to_give_way_at_its_next_block_is_not_let_in():
     blocks = manager(num_pages=4)
     blocks.open("a", [0] * BLOCK_SIZE, "", [])
-    assert blocks.open("b", [1] * (3 * BLOCK_SIZE), "", []) is None
-    assert blocks.open("b", [1] * (2 * BLOCK_SIZE), "", []) == 0
+    assert opened(blocks, "b", [1] * (3 * BLOCK_SIZE)) is None
+    assert opened(blocks, "b", [1] * (2 * BLOCK_SIZE)) == 0
 
 
 def test_a_request_alone_may_take_every_page():
     blocks = manager(num_pages=4)
-    assert blocks.open("a", [1] * (4 * BLOCK_SIZE), "", []) == 0
+    assert opened(blocks, "a", [1] * (4 * BLOCK_SIZE)) == 0
     assert blocks.num_available == 0
 
 
@@ -165,7 +175,7 @@ def test_cleared_prefixes_are_not_found_and_pages_in_use_stay():
     blocks.publish("a", tokens, len(tokens))
     blocks.clear_cache()
     blocks.check()
-    assert blocks.open("b", tokens, "", []) == 0
+    assert opened(blocks, "b", tokens) == 0
     blocks.close("a", 0)
     blocks.close("b", 0)
     assert blocks.num_available == 8

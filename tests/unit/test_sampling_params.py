@@ -8,7 +8,8 @@ from minserve.protocol import Ready
 from minserve.text.tokenizer import SamplingDefaults
 
 INFO = Ready(
-    architecture="x", device="cpu", dtype="float32", max_model_len=100, vocab_size=50, num_pages=1, kv_cache_bytes=1,
+    architecture="x", device="cpu", dtype="float32", max_model_len=100, vocab_size=50, num_pages=1, num_host_blocks=0,
+    kv_cache_bytes=1,
     weights_bytes=1, max_num_seqs=1,
 )  # fmt: skip
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -105,7 +105,7 @@ def test_a_request_can_be_aborted_in_every_phase_and_the_others_go_on(run_ahead,
         "queued": lambda: True,
         "prefilling": lambda: 0 < victim.num_computed < 60,
         "decoding": lambda: victim.num_output_tokens > 3,
-        "preempted": lambda: victim.num_preemptions > 0,
+        "preempted": lambda: world.scheduler.stats().num_preemptions > 0,
     }[phase]
     while not reached():
         world.step()

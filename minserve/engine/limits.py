@@ -1,0 +1,27 @@
+"""What a request must satisfy before it is queued: the engine's own check, whoever sends it. Imports no torch."""
+
+from minserve.errors import RequestError
+from minserve.protocol import Submit
+
+
+def refuse_impossible(submit: Submit, max_model_len: int, vocab_size: int) -> None:
+    """Raise RequestError if a request could never be served alone."""
+    num_prompt, params = len(submit.prompt_token_ids), submit.params
+    if num_prompt == 0:
+        raise RequestError("the prompt has no tokens", param="prompt")
+    if params.max_tokens < 1:
+        raise RequestError(f"max_tokens is {params.max_tokens}; it must be at least 1", param="max_tokens")
+    if num_prompt + params.max_tokens > max_model_len:
+        raise RequestError(
+            f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
+            f"{max_model_len} tokens",
+            param="max_tokens" if num_prompt < max_model_len else "prompt",
+            code="context_length_exceeded",
+        )
+    for name, ids in (
+        ("prompt", submit.prompt_token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise RequestError(f"{name}: token ids must be in 0..{vocab_size - 1}", param=name)

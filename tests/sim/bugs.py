@@ -1,0 +1,209 @@
+"""Planted bugs: each breaks one rule in one place, as a careless change would. The simulation has to find every one."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from minserve.config import BLOCK_SIZE
+from minserve.engine.request import Status
+from minserve.engine.scheduler import Scheduler
+from minserve.memory.blocks import BlockManager
+from minserve.memory.hashing import BlockHasher
+from minserve.memory.host_tier import HostTier
+from minserve.memory.pool import PlacePool
+from tests.sim.world import Device
+
+BUGS = {}
+
+
+def bug(rule):
+    """Register a bug: a function that returns (owner, attribute, replacement)."""
+
+    def register(make):
+        BUGS[rule] = make
+        return make
+
+    return register
+
+
+@contextmanager
+def planted(rule):
+    owner, name, replacement = BUGS[rule]()
+    original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@bug("a page with a copy in flight is free")
+def free_under_copy():
+    original = HostTier._start
+
+    def start(self, *args, **kwargs):
+        copy = original(self, *args, **kwargs)
+        self._pages.release([copy.page], 0)
+        return copy
+
+    return HostTier, "_start", start
+
+
+@bug("a page is reused while a launched step may read it")
+def no_quarantine():
+    original = PlacePool.release
+    return PlacePool, "release", lambda self, places, last_step: original(self, places, 0)
+
+
+@bug("quarantine ends one step early")
+def short_quarantine():
+    original = PlacePool.end_step
+    return PlacePool, "end_step", lambda self, step: original(self, step + 1)
+
+
+@bug("a hash is published before its block is durable")
+def early_hash():
+    original = HostTier.store
+
+    def store(self, page, key):
+        original(self, page, key)
+        if key in self._storing:
+            self._blocks.publish(self._storing[key], key)
+
+    return HostTier, "store", store
+
+
+@bug("a shared page gets no reference")
+def missing_reference():
+    original = BlockManager.open
+
+    def open_(self, *args, **kwargs):
+        pool = self._pool
+        hold, pool.hold = pool.hold, lambda place: None if pool.num_holders(place) else hold(place)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del pool.hold
+
+    return BlockManager, "open", open_
+
+
+@bug("a staging buffer is reused before its copy has run")
+def staging_reuse():
+    return Device, "staging_buffer", lambda self, copy: copy.id % 2
+
+
+@bug("a completion is believed twice")
+def no_generation():
+    original = HostTier.poll
+
+    def poll(self):
+        seen = self.__dict__.setdefault("seen", {})
+        seen.update(self._in_flight)
+        completions = self._engine.poll()
+        for completion in completions:
+            self._in_flight.setdefault(completion.copy_id, seen[completion.copy_id])
+            engine, self._engine = self._engine, SimpleNamespace(poll=lambda done=completion: [done])
+            try:
+                yield from original(self)
+            finally:
+                self._engine = engine
+
+    return HostTier, "poll", lambda self: list(poll(self))
+
+
+@bug("an aborted request leaks what was saved of it")
+def leak_on_abort():
+    return BlockManager, "forget", lambda self, request_id: None
+
+
+@bug("the oldest request gives way")
+def livelock():
+    original = Scheduler._preempt
+    return Scheduler, "_preempt", lambda self, request: original(self, self._running[0])
+
+
+@bug("a block counts as full one token early")
+def block_edge():
+    original = BlockManager.publish
+
+    def publish(self, request_id, token_ids, num_tokens):
+        original(self, request_id, token_ids, min(num_tokens + 1, len(token_ids)))
+
+    return BlockManager, "publish", publish
+
+
+@bug("an unfinished block is saved before the step that writes it has ended")
+def early_save():
+    original = HostTier.save
+    return HostTier, "save", lambda self, page, last_step: original(self, page, 0)
+
+
+@bug("a host block is loaded before it was saved")
+def early_resume():
+    original = BlockManager.open
+
+    def open_(self, request_id, *args, **kwargs):
+        saved = self._suspended.get(request_id)
+        if saved is not None and saved.partial is not None:
+            saved.partial.ready = True
+        return original(self, request_id, *args, **kwargs)
+
+    return BlockManager, "open", open_
+
+
+@bug("what was saved is resumed at the wrong place")
+def wrong_place():
+    original = BlockManager._resume
+
+    def resume(self, request_id, table, num_found):
+        saved = self._suspended.get(request_id)
+        if saved is not None:
+            saved.partial_at = num_found
+        return original(self, request_id, table, num_found)
+
+    return BlockManager, "_resume", resume
+
+
+@bug("a request runs before its pages are loaded")
+def unready():
+    return BlockManager, "is_ready", lambda self, request_id: True
+
+
+@bug("a failed load is taken for a good one")
+def failed_load():
+    original = HostTier.poll
+    return HostTier, "poll", lambda self: original(self) and []
+
+
+@bug("tenants share blocks in spite of their salts")
+def no_salt():
+    original = BlockHasher.extend
+
+    def extend(self, keys, token_ids, num_tokens, salt):
+        original(self, keys, token_ids, num_tokens, "")
+
+    return BlockHasher, "extend", extend
+
+
+@bug("the last block of a prompt is shared although it is not full")
+def partial_tail():
+    original = BlockHasher.extend
+
+    def extend(self, keys, token_ids, num_tokens, salt):
+        original(self, keys, token_ids, num_tokens - num_tokens % BLOCK_SIZE, salt)
+        if len(keys) > 1:
+            keys[-1] = self._digest(keys[-2], b"tail")
+
+    return BlockHasher, "extend", extend
+
+
+@bug("an aborted request goes on in the launched step's result")
+def zombie():
+    original = Scheduler._finish
+
+    def finish(self, request, reason):
+        original(self, request, reason)
+        if reason == "abort" and request.num_in_flight:
+            request.status = Status.WAITING
+
+    return Scheduler, "_finish", finish

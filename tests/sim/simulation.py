@@ -1,0 +1,109 @@
+"""Seeded scenarios: random traffic on a random machine, replayed exactly from a number.
+
+python -m tests.sim --seeds 50000          run them; a seed that fails is shrunk and printed
+python -m tests.sim --seed 1234            run one
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from minserve.config import BLOCK_SIZE
+from tests.sim.world import VOCAB, Link, World
+
+Action = tuple
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A machine and what happens to it. actions: ("submit", id, prompt, max_tokens, salt, ignore_eos), ("abort", id),
+    ("step", count), ("clear",)."""
+
+    seed: int
+    machine: dict
+    link: Link
+    actions: tuple[Action, ...]
+
+    @property
+    def request_ids(self):
+        return [action[1] for action in self.actions if action[0] == "submit"]
+
+    def without(self, request_id):
+        """The same without one request."""
+        return replace(self, actions=tuple(a for a in self.actions if a[0] in ("step", "clear") or a[1] != request_id))
+
+
+def make_scenario(seed):
+    """Small machines, so that pages run out; few prefixes, so that they repeat; lengths at the edges of blocks."""
+    rng = random.Random(seed)
+    num_pages = rng.randint(4, 12)
+    machine = {
+        "num_pages": num_pages,
+        "max_num_seqs": rng.choice([1, 2, 3, 4, 5]),
+        "max_num_batched_tokens": rng.choice([5, 16, 17, 33, 64]),
+        "prefix_caching": rng.random() < 0.9,
+        "num_host_blocks": rng.choice([0, 2, 8, 30]),
+        "run_ahead": rng.choice([0, 1, 1]),
+        "late_steps": rng.random() < 0.8,
+    }
+    link = Link(
+        seed=seed,
+        max_delay=rng.choice([1, 2, 5, 20]),
+        failure_rate=rng.choice([0.0, 0.0, 0.1, 0.5]),
+        repeat_rate=rng.choice([0.0, 0.0, 0.2]),
+    )
+    prefixes = [[rng.randrange(1, VOCAB) for _ in range(num_pages * BLOCK_SIZE)] for _ in range(rng.randint(1, 3))]
+    return Scenario(seed, machine, link, tuple(_actions(rng, prefixes, num_pages * BLOCK_SIZE)))
+
+
+def _actions(rng, prefixes, longest):
+    names = []
+    for number in range(rng.randint(2, 10)):
+        shared = rng.choice([0, 15, 16, 17, 32, 48, rng.randint(0, longest)])
+        prompt = rng.choice(prefixes)[:shared] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40))]
+        prompt = prompt[: rng.choice([longest // 4, longest // 2, longest - 1])]
+        max_tokens = rng.randint(1, min(rng.choice([2, 20, 100]), longest - len(prompt)))
+        names.append(f"r{number}")
+        yield "submit", names[-1], tuple(prompt), max_tokens, rng.choice(["", "", "", "other"]), rng.random() < 0.6
+        steps = rng.choice([0, 0, 1, 2, 5, 30])
+        if steps:
+            yield "step", steps
+        if rng.random() < 0.25:
+            yield "abort", rng.choice(names)
+        if rng.random() < 0.03:
+            yield ("clear",)
+
+
+def simulate(scenario):
+    """Run a scenario. AssertionError says which rule was broken."""
+    world = World(link=scenario.link, **scenario.machine)
+    for kind, *rest in scenario.actions:
+        if kind == "submit":
+            request_id, prompt, max_tokens, salt, ignore_eos = rest
+            world.submit(request_id, prompt, max_tokens, salt, ignore_eos=ignore_eos)
+        elif kind == "abort":
+            world.abort(rest[0])
+        elif kind == "clear":
+            world.scheduler.clear_prefix_cache()
+        else:
+            for _ in range(rest[0]):
+                world.step()
+    world.run()
+    return world
+
+
+def violation(scenario):
+    """What goes wrong, or None."""
+    try:
+        simulate(scenario)
+    except (AssertionError, KeyError, IndexError, ValueError, TypeError, StopIteration) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
+    return None
+
+
+def shrink(scenario):
+    """A scenario that still goes wrong, and would not with any one request fewer."""
+    for request_id in scenario.request_ids:
+        smaller = scenario.without(request_id)
+        if violation(smaller) is not None:
+            return shrink(smaller)
+    return scenario
