@@ -112,6 +112,8 @@ def engine_config_of(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_memory=args.kv_cache_memory,
+        host_kv=args.host_kv,
+        prefill_reserve=args.prefill_reserve,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=args.enable_prefix_caching,
         rope_scaling=args.rope_scaling,

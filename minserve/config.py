@@ -21,6 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Empty: all of them.
     kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
     host_kv: bytes of host memory for blocks that have no page; 0: none.
+    prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
     max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
     run_ahead: steps that are launched before the tokens of the last one are known; None: 1 on a GPU, 0 on a CPU,
         where launching is running.
@@ -35,6 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | None = None
     host_kv: int = 0
+    prefill_reserve: int = 0
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     rope_scaling: dict[str, Any] | None = None

@@ -22,7 +22,6 @@ NOT_SUPPORTED: dict[str, str] = {
     "--speculative-algorithm": "",
     "--sparse": "",
     "--fetch": "",
-    "--host-kv": "",
     "--cpu-offload-gb": "",
     "--swap-space": "",
     "--quantization": "",
@@ -65,6 +64,11 @@ def parse_size(text: str) -> int:
     if not size.is_integer() or size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(size)
+
+
+def parse_size_or_zero(text: str) -> int:
+    """An argparse type: a size as parse_size takes it, or 0."""
+    return 0 if text.strip() == "0" else parse_size(text)
 
 
 def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
@@ -235,6 +239,20 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="tokens a step (default 2048)",
     )
     add("--kv-cache-memory", "--kv-cache-memory-bytes", type=parse_size, metavar="SIZE", help="for KV, such as 8GiB")
+    add(
+        "--host-kv",
+        type=parse_size_or_zero,
+        default=0,
+        metavar="SIZE",
+        help="host memory for KV without a page (default 0)",
+    )
+    add(
+        "--prefill-reserve",
+        type=parse_size_or_zero,
+        default=0,
+        metavar="N",
+        help="tokens of KV kept for the next prompt (default 0)",
+    )
     add(
         "--gpu-memory-utilization",
         "--mem-fraction-static",

@@ -36,6 +36,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     cached_tokens: int = 0
+    cached_host_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -132,6 +133,7 @@ class LLM:
         completion.prompt_logprobs = delta.prompt_logprobs or completion.prompt_logprobs
         if delta.cached_tokens is not None:
             completion.cached_tokens = delta.cached_tokens
+            completion.cached_host_tokens = delta.cached_host_tokens or 0
         if text.stop is not None:
             completion.finish_reason, completion.stop_reason = "stop", text.stop
             if delta.finish_reason is None:

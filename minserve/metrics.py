@@ -22,6 +22,10 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm:num_requests_running": ("Requests in the running batch", lambda s: s.num_running),
     "vllm:num_requests_waiting": ("Requests waiting to be processed", lambda s: s.num_waiting),
     "vllm:kv_cache_usage_perc": ("KV pages in use, 1 is all", lambda s: s.num_pages_used / max(1, s.num_pages)),
+    "vllm:hisparse_host_cache_usage_perc": (
+        "Host blocks with something in them, 1 is all",
+        lambda s: s.num_host_blocks_used / max(1, s.num_host_blocks),
+    ),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm:prompt_tokens": ("Prompt tokens processed", lambda s: s.prompt_tokens),

@@ -28,6 +28,7 @@ def activity_line(before: Stats, now: Stats, seconds: float) -> str | None:
         f"running {now.num_running}, waiting {now.num_waiting}, "
         f"KV {100 * now.num_pages_used / max(1, now.num_pages):.1f}%, "
         f"prefix hits {100 * hits / max(1, queries):.1f}%"
+        + (f", host KV {100 * now.num_host_blocks_used / now.num_host_blocks:.1f}%" if now.num_host_blocks else "")
     )
 
 

@@ -214,4 +214,5 @@ class ChatAnswer:
     def _usage(self) -> Usage:
         prompt = self._choices[0].submit.prompt_token_ids
         num_tokens = sum(choice.num_tokens for choice in self._choices)
-        return usage(len(prompt), num_tokens, self._choices[0].cached_tokens)
+        first = self._choices[0]
+        return usage(len(prompt), num_tokens, first.cached_tokens, first.cached_host_tokens)

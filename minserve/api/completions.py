@@ -212,6 +212,7 @@ class CompletionAnswer:
             sum(len(choice.submit.prompt_token_ids) for choice in per_prompt),
             sum(choice.num_tokens for choice in self._choices),
             sum(choice.cached_tokens for choice in per_prompt),
+            sum(choice.cached_host_tokens for choice in per_prompt),
         )
 
 

@@ -47,6 +47,7 @@ class Choice:
         self.submit = submit
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.cached_host_tokens = 0
         self._detokenizer = detokenizer
         self._timer = timer
 
@@ -77,6 +78,7 @@ class Choice:
             raise EngineError("the request was aborted: the server is shutting down")
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+            self.cached_host_tokens = delta.cached_host_tokens or 0
         ended_by_token = delta.finish_reason == "stop" and delta.stop_token_id is not None
         update = self._detokenizer.push(delta.token_ids, ends_with_stop_token=ended_by_token)
         num_kept = update.num_tokens - self.num_tokens

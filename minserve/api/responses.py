@@ -25,8 +25,16 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorBody
 
 
+class CachedTokensDetails(msgspec.Struct):
+    """Where cached tokens were: in pages on the device, or in host memory, from where they were loaded."""
+
+    device: int
+    host: int
+
+
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+    cached_tokens_details: CachedTokensDetails
 
 
 class Usage(msgspec.Struct):
@@ -189,11 +197,13 @@ class VersionResponse(msgspec.Struct):
     version: str
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> Usage:
-    """The token counts of one request, all its choices together."""
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int, num_cached_on_host: int) -> Usage:
+    """The token counts of one request, all its choices together. num_cached_on_host: a part of num_cached_tokens."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_completion_tokens,
         total_tokens=num_prompt_tokens + num_completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(num_cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(
+            num_cached_tokens, CachedTokensDetails(num_cached_tokens - num_cached_on_host, num_cached_on_host)
+        ),
     )

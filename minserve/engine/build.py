@@ -63,6 +63,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
         end_token_ids=config.eos_token_ids,
+        prefill_reserve=blocks_for(config.prefill_reserve),
     )
     sampler = Sampler(lanes, model_config.vocab_size, config.token_id_ranges)
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")

@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 from minserve.engine.plan import Chunk, LaneSetup, Sample
 from minserve.memory.blocks import NOTHING_CACHED, Cached
-from minserve.protocol import FinishReason, SamplingParams, Submit, TokenLogprobs
+from minserve.protocol import Delta, FinishReason, SamplingParams, Submit, TokenLogprobs
 
 
 class Status(Enum):
@@ -145,6 +145,17 @@ class Request:
             greedy=self.params.temperature == 0,
             filtered=self.filtered,
         )
+
+    def next_delta(self) -> Delta:
+        """What is to be said of it now, but for its tokens; the first delta and the last say more than others."""
+        delta = Delta(request_id=self.id, finish_reason=self.finish_reason, stop_token_id=self.stop_token_id)
+        if self.awaits_prompt_logprobs and self.finish_reason != "abort":
+            delta.prompt_logprobs = self.prompt_logprobs
+        if not self.first_delta_sent or self.finish_reason is not None:
+            cached = self.cached or NOTHING_CACHED
+            delta.cached_tokens, delta.cached_host_tokens = cached.num_tokens, cached.host
+        self.first_delta_sent = True
+        return delta
 
     def note_prompt_logprobs(self, chunk: Chunk, entries: Sequence[TokenLogprobs]) -> None:
         """What a chunk said about the prompt tokens after its rows."""

@@ -15,44 +15,24 @@ too many in the launched step; what that row yields is dropped.
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from minserve.config import BLOCK_SIZE
+from minserve.engine.decisions import Decisions, Launched
 from minserve.engine.limits import refuse_impossible
-from minserve.engine.plan import Chunk, LaneSetup, Row, StepPlan, StepResult
+from minserve.engine.plan import LaneSetup, Row, StepPlan, StepResult
 from minserve.engine.request import Request, Status
+from minserve.engine.reserve import PrefillReserve
 from minserve.errors import RequestError
-from minserve.memory.blocks import NOTHING_CACHED, BlockManager, Cached
+from minserve.memory.blocks import BlockManager, Cached
 from minserve.memory.pool import PlacePool
 from minserve.protocol import Delta, FinishReason, Stats, Submit, TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """What a launched step does for one request: computes its tokens up to num_computed, and perhaps samples.
-
-    chunk: None for a decode row.
-    """
-
-    request: Request
-    num_computed: int
-    samples: bool
-    chunk: Chunk | None
-
-
-@dataclass(slots=True)
-class Decisions:
-    """A plan in the making. counts: how many tokens each request computes."""
-
-    counts: dict[Request, int] = field(default_factory=dict)
-    new_pages: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    preempted: bool = False
 
 
 class Scheduler:
     """max_num_batched_tokens must be at least max_num_seqs, so that a prefill beside decodes always gets a token.
 
-    blocks must have pages for max_model_len tokens, so that every request that is accepted can finish alone.
+    blocks must have pages for max_model_len tokens beside the prefill_reserve (see `PrefillReserve`), so that every
+    request that is accepted can finish alone.
     """
 
     def __init__(
@@ -64,6 +44,7 @@ class Scheduler:
         max_model_len: int,
         vocab_size: int,
         end_token_ids: tuple[int, ...] = (),
+        prefill_reserve: int = 0,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs
         self._blocks = blocks
@@ -71,6 +52,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
+        self._reserve = PrefillReserve(blocks, prefill_reserve)
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -98,7 +80,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, "abort")
-            self._ended.append(self._delta(request))
+            self._ended.append(request.next_delta())
 
     @property
     def has_work(self) -> bool:
@@ -122,6 +104,7 @@ class Scheduler:
         for request_id in self._blocks.poll_copies():
             self._start_over(self._requests[request_id])
         decisions = Decisions()
+        self._leave_reserve(decisions)
         self._share_budget(decisions)
         self._find_pages(decisions)
         if not decisions.preempted:
@@ -151,7 +134,9 @@ class Scheduler:
     def _grow(self, request: Request, decisions: Decisions) -> list[int] | None:
         """Pages for the planned tokens of a request. If there are none, the youngest running request gives way."""
         while True:
-            pages = self._blocks.grow(request.id, request.num_computed + decisions.counts[request])
+            pages = self._blocks.grow(
+                request.id, request.num_computed + decisions.counts[request], keep=self._reserve.keep_from(request)
+            )
             if pages is not None:
                 return pages
             if self._blocks.num_returning:
@@ -171,13 +156,10 @@ class Scheduler:
             request = self._waiting[0]
             if request.num_in_flight:
                 return  # preempted under a launched step, whose token it still awaits
-            cached = self._blocks.open(
-                request.id,
-                request.token_ids,
-                request.cache_salt,
-                request.block_keys,
-                use_cache=not request.awaits_prompt_logprobs,
-            )
+            cached = self._open(request, keep=self._reserve.keep_from(request))
+            if cached is None and self._reserve.is_empty:
+                cached = self._open(request, keep=0)
+                self._reserve.user = request if cached is not None else None
             if cached is None:
                 return
             del self._waiting[0]
@@ -185,6 +167,28 @@ class Scheduler:
             if self._blocks.is_ready(request.id):
                 decisions.counts[request] = min(budget, request.num_tokens - request.num_computed)
                 budget -= decisions.counts[request]
+
+    def _open(self, request: Request, keep: int) -> Cached | None:
+        return self._blocks.open(
+            request.id,
+            request.token_ids,
+            request.cache_salt,
+            request.block_keys,
+            use_cache=not request.awaits_prompt_logprobs,
+            keep=keep,
+        )
+
+    def _leave_reserve(self, decisions: Decisions) -> None:
+        """A request whose prompt is done moves among the others. If that is too much, the youngest gives way."""
+        request = self._reserve.user
+        if request is None or not request.is_decoding:
+            return
+        while request in self._running and not self._reserve.can_be_left:
+            if self._blocks.num_returning:
+                return  # look again at the next step
+            decisions.preempted = True
+            self._preempt(self._running[-1])
+        self._reserve.user = None
 
     def _start(self, request: Request, cached: Cached) -> None:
         lanes = self._lanes.allocate(1)
@@ -221,11 +225,7 @@ class Scheduler:
             setups=setups,
             new_pages=decisions.new_pages,
             chunks=[entry.chunk for entry in launched if entry.chunk is not None],
-            rows=[
-                Row(lane=entry.request.lane, position=entry.num_computed - 1)
-                for entry in launched
-                if entry.chunk is None
-            ],
+            rows=[Row(lane=e.request.lane, position=e.num_computed - 1) for e in launched if e.chunk is None],
             samples=samples,
         )
 
@@ -289,19 +289,9 @@ class Scheduler:
             self._finish(request, "stop")
         elif request.num_output_tokens >= request.params.max_tokens:
             self._finish(request, "length")
-        delta = self._delta(request)
+        delta = request.next_delta()
         delta.token_ids = [token_id]
         delta.logprobs = None if logprobs is None else [logprobs]
-        return delta
-
-    def _delta(self, request: Request) -> Delta:
-        delta = Delta(request_id=request.id, finish_reason=request.finish_reason, stop_token_id=request.stop_token_id)
-        if request.awaits_prompt_logprobs and request.finish_reason != "abort":
-            delta.prompt_logprobs = request.prompt_logprobs
-        if not request.first_delta_sent or request.finish_reason is not None:
-            cached = request.cached or NOTHING_CACHED
-            delta.cached_tokens, delta.cached_host_tokens = cached.num_tokens, cached.host
-        request.first_delta_sent = True
         return delta
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -336,6 +326,8 @@ class Scheduler:
         self._leave_lane(request)
 
     def _leave_lane(self, request: Request) -> None:
+        if self._reserve.user is request:
+            self._reserve.user = None
         self._lanes.release([request.lane], self._last_step)
         request.lane = -1
 

@@ -46,19 +46,22 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def choose_context(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_bytes: int) -> tuple[int, int]:
-    """(max_model_len, num_pages): pages enough for one request of max_model_len tokens, and as many as kv_bytes hold
-    or max_num_seqs such requests need."""
+    """(max_model_len, num_pages): pages enough for one request of max_model_len tokens beside the prefill reserve, and
+    as many as kv_bytes hold or max_num_seqs such requests need."""
     page_bytes = KVPages.bytes_per_page(model, dtype)
     longest = model.max_position_embeddings
     wanted = config.max_model_len or longest
     if wanted > longest:
         raise ConfigError(f"--max-model-len {wanted}: this model's positions end at {longest}")
-    num_pages = min(kv_bytes // page_bytes, config.max_num_seqs * blocks_for(wanted))
-    fits = num_pages * BLOCK_SIZE
+    num_reserved = blocks_for(config.prefill_reserve)
+    num_pages = min(kv_bytes // page_bytes, config.max_num_seqs * blocks_for(wanted) + num_reserved)
+    fits = (num_pages - num_reserved) * BLOCK_SIZE
     if wanted > fits and (config.max_model_len is not None or fits < BLOCK_SIZE):
+        reserve = f" beside a prefill reserve of {config.prefill_reserve} tokens" if num_reserved else ""
         raise ConfigError(
-            f"a context of {wanted} tokens needs {blocks_for(wanted) * page_bytes / GIB:.2f} GiB of KV cache and "
-            f"{kv_bytes / GIB:.2f} GiB are there; lower --max-model-len to {fits} or raise --kv-cache-memory"
+            f"a context of {wanted} tokens{reserve} needs {(blocks_for(wanted) + num_reserved) * page_bytes / GIB:.2f} "
+            f"GiB of KV cache and {kv_bytes / GIB:.2f} GiB are there; lower --max-model-len to {max(0, fits)} or raise "
+            "--kv-cache-memory"
         )
     return min(wanted, fits), num_pages
 

@@ -136,12 +136,20 @@ class BlockManager:
     # ---- a request takes pages ----
 
     def open(
-        self, request_id: str, token_ids: Sequence[int], salt: str, keys: list[bytes], *, use_cache: bool = True
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        salt: str,
+        keys: list[bytes],
+        *,
+        use_cache: bool = True,
+        keep: int = 0,
     ) -> Cached | None:
         """Give a request pages for all of token_ids, with what the caches have; what is in host blocks is loaded.
 
         keys: those of the request's blocks, as far as they were known before; extended here, so that a request that
         asks again, or comes back after it was preempted, does not hash its tokens again.
+        keep: pages to leave available.
         Returns how many of the tokens are, or will be when `is_ready` says so, in the pages: never all of them, since
         the last one has to be computed for its logits. None, with nothing changed, when there are too few pages, or
         what was saved of the request is not ready to be loaded.
@@ -157,7 +165,7 @@ class BlockManager:
         from_available = sum(map(self._pool.is_available, on_device))
         # The block to grow into is asked for but not taken: a request that would have to give way at once stays out.
         room_to_grow = 1 if self._pool.num_held > 0 else 0
-        if num_new + room_to_grow + from_available > self._pool.num_available:
+        if num_new + room_to_grow + from_available + keep > self._pool.num_available:
             return None
         for page in on_device:
             self._pool.hold(page)
@@ -209,12 +217,18 @@ class BlockManager:
         self._host.release(saved.hosts)
         return num_tokens
 
-    def grow(self, request_id: str, num_tokens: int) -> list[int] | None:
-        """Make room for the request's first num_tokens tokens; the new pages, or None if too few are available."""
+    def grow(self, request_id: str, num_tokens: int, keep: int = 0) -> list[int] | None:
+        """Make room for the request's first num_tokens tokens: the new pages, or None if too few are available.
+
+        keep: pages to leave available; a request that needs none is not held up by it.
+        """
         table = self._tables[request_id]
-        new = self._pool.allocate(max(0, blocks_for(num_tokens) - len(table.pages)))
-        if new is not None:
-            table.pages.extend(new)
+        num_new = max(0, blocks_for(num_tokens) - len(table.pages))
+        if num_new and num_new + keep > self._pool.num_available:
+            return None
+        new = self._pool.allocate(num_new)
+        assert new is not None
+        table.pages.extend(new)
         return new
 
     def publish(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> None:
@@ -271,6 +285,10 @@ class BlockManager:
         if not failed:
             return []
         return [request_id for request_id, table in self._tables.items() if failed.intersection(table.awaited)]
+
+    def forget_pages(self) -> None:
+        """Forget every prefix that is cached in pages; those in host blocks are found as before."""
+        self._pool.forget_all()
 
     def clear_cache(self) -> None:
         """Forget every cached prefix."""

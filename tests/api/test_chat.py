@@ -75,7 +75,7 @@ async def test_usage_counts_the_prompt_once_and_all_choices(running):
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": 16,
         "total_tokens": num_prompt_tokens + 16,
-        "prompt_tokens_details": {"cached_tokens": 16},
+        "prompt_tokens_details": {"cached_tokens": 16, "cached_tokens_details": {"device": 16, "host": 0}},
     }
 
 

@@ -6,6 +6,7 @@ from minserve import LLM
 
 pytestmark = pytest.mark.slow
 
+PAGE_BYTES = 30 * 3 * 2 * 16 * 64 * 4
 TIE = 1e-3
 """Where the two largest logits are closer than this, float32 sums in another order may swap them."""
 
@@ -51,7 +52,30 @@ def test_prompts_in_chunks_of_at_most_16_tokens(smollm2, prompts, transformers_o
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_so_few_pages_that_requests_are_preempted(smollm2, prompts, transformers_outputs, run_ahead):
-    page_bytes = 30 * 3 * 2 * 16 * 64 * 4
-    llm = engine(smollm2, run_ahead=run_ahead, kv_cache_memory=48 * page_bytes)
+    llm = engine(smollm2, run_ahead=run_ahead, kv_cache_memory=48 * PAGE_BYTES)
     assert_all_same(llm.generate(prompts, max_tokens=64), transformers_outputs)
     assert llm.engine.step().stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("prefill_reserve", [0, 320])
+def test_preempted_requests_come_back_from_a_host_tier_of_few_blocks(
+    smollm2, prompts, transformers_outputs, prefill_reserve
+):
+    llm = engine(
+        smollm2,
+        run_ahead=1,
+        kv_cache_memory=(48 + prefill_reserve // 16) * PAGE_BYTES,
+        host_kv=60 * PAGE_BYTES,
+        prefill_reserve=prefill_reserve,
+    )
+    assert_all_same(llm.generate(prompts, max_tokens=64), transformers_outputs)
+    assert llm.engine.step().stats.num_preemptions > 0
+    llm.engine.check()
+
+
+def test_prefixes_are_loaded_from_the_host(smollm2, prompts, transformers_outputs):
+    llm = engine(smollm2, run_ahead=1, kv_cache_memory=90 * PAGE_BYTES, host_kv=600 * PAGE_BYTES)
+    llm.generate(prompts, max_tokens=1)
+    warm = llm.generate(prompts, max_tokens=64)
+    assert sum(completion.cached_host_tokens for completion in warm) > 200
+    assert_all_same(warm, transformers_outputs)

@@ -113,7 +113,16 @@ def no_generation():
 
 @bug("an aborted request leaks what was saved of it")
 def leak_on_abort():
-    return BlockManager, "forget", lambda self, request_id: None
+    original = Scheduler._finish
+
+    def finish(self, request, reason):
+        self._blocks.forget = lambda request_id: None
+        try:
+            original(self, request, reason)
+        finally:
+            del self._blocks.forget
+
+    return Scheduler, "_finish", finish
 
 
 @bug("the oldest request gives way")

@@ -42,6 +42,7 @@ def make_scenario(seed):
         "max_num_batched_tokens": rng.choice([5, 16, 17, 33, 64]),
         "prefix_caching": rng.random() < 0.9,
         "num_host_blocks": rng.choice([0, 2, 8, 30]),
+        "prefill_reserve": rng.choice([0, 0, 2, num_pages // 2]),
         "run_ahead": rng.choice([0, 1, 1]),
         "late_steps": rng.random() < 0.8,
     }
@@ -52,7 +53,8 @@ def make_scenario(seed):
         repeat_rate=rng.choice([0.0, 0.0, 0.2]),
     )
     prefixes = [[rng.randrange(1, VOCAB) for _ in range(num_pages * BLOCK_SIZE)] for _ in range(rng.randint(1, 3))]
-    return Scenario(seed, machine, link, tuple(_actions(rng, prefixes, num_pages * BLOCK_SIZE)))
+    longest = (num_pages - machine["prefill_reserve"]) * BLOCK_SIZE
+    return Scenario(seed, machine, link, tuple(_actions(rng, prefixes, longest)))
 
 
 def _actions(rng, prefixes, longest):

@@ -161,6 +161,7 @@ class World:
     max_num_batched_tokens: int = 32
     prefix_caching: bool = True
     num_host_blocks: int = 0
+    prefill_reserve: int = 0
     run_ahead: int = 0
     late_steps: bool = True
     link: Link = field(default_factory=Link)
@@ -178,9 +179,10 @@ class World:
             self.blocks,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.num_pages * BLOCK_SIZE,
+            max_model_len=(self.num_pages - self.prefill_reserve) * BLOCK_SIZE,
             vocab_size=VOCAB,
             end_token_ids=(END_TOKEN,),
+            prefill_reserve=self.prefill_reserve,
         )
         self.in_flight = deque()
         self.plans = []
