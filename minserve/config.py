@@ -46,22 +46,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What the API process is built from.
 
     served_model_names: the names that clients may use; the first is the one that answers carry.
-    chat_template: the template's text, in place of the model's own.
+    tool_call_parser: the format of the model's tool calls; None: tools are refused.
     max_num_waiting: requests beyond the running ones that may queue; more are refused with 503.
     max_request_bytes: a longer body is refused with 413.
     shutdown_timeout_s: how long SIGTERM lets running requests finish.
     """
 
     model_path: str
-    tokenizer_path: str
     served_model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
     api_keys: tuple[str, ...] = ()
-    chat_template: str | None = None
-    enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     max_num_waiting: int = 1024
     max_request_bytes: int = 32 * 2**20
     shutdown_timeout_s: float = 30.0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -48,6 +48,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
             parse_constant=_refuse_constant,
             parse_float=_finite_float,
         )
+        # Only an escape can bring a lone surrogate into text that was valid UTF-8.
+        if b"\\ud" in body or b"\\uD" in body:
+            _refuse_surrogates(value, "")
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError as error:
@@ -56,9 +59,6 @@ def decode_object(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    # Only an escape can bring a lone surrogate into text that was valid UTF-8.
-    if b"\\ud" in body or b"\\uD" in body:
-        _refuse_surrogates(value, "")
     return {key: item for key, item in value.items() if item is not None}
 
 

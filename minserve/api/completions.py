@@ -15,8 +15,8 @@ from aiohttp import web
 from msgspec import UNSET
 
 from minserve.api.body import read_json
-from minserve.api.errors import json_response
 from minserve.api.generation import Choice, Piece, run
+from minserve.api.http import json_response
 from minserve.api.logprobs import completion_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_text, make_choices
 from minserve.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, usage

@@ -32,7 +32,6 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises ConfigError for a template that is not Jinja."""
-        self._sources = dict(templates)
         self._templates = {name: compile_template(name, source) for name, source in templates.items()}
         self._special_tokens = dict(special_tokens or {})
 

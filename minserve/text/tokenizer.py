@@ -38,10 +38,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 class Tokenizer:
     """One model's tokenizer. Immutable after construction; encode and decode may be called from any thread.
 
-    special_tokens: the named ones ("bos_token": "<s>"), as chat templates see them.
+    special_tokens: the named ones, such as "bos_token": "<s>".
     special_token_ids: ids that `skip_special_tokens` leaves out.
     eos_token_ids: every id that ends a text: the union of generation_config, config and tokenizer.
-    num_ids: one more than the greatest token id. token_id_ranges: half-open ranges of the ids that are tokens.
+    token_id_ranges: half-open ranges of the ids that are tokens; a model's logits may have more columns.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
         sampling_defaults: SamplingDefaults | None = None,
     ) -> None:
-        self.special_tokens = special_tokens or {}
+        named = special_tokens or {}
         # Tokens that the configuration names are special even where tokenizer.json forgot to say so.
-        backend.add_special_tokens([t for t in self.special_tokens.values() if backend.token_to_id(t) is not None])
+        backend.add_special_tokens([t for t in named.values() if backend.token_to_id(t) is not None])
         self._backend = backend
         spec = msgspec.json.decode(backend.to_str(), type=dict[str, Any])
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -62,15 +62,12 @@ class Tokenizer:
         self._length_bound = read_length_bound(spec, self._pieces)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.bos_token = self.special_tokens.get("bos_token")
-        self.eos_token = self.special_tokens.get("eos_token")
-        self.bos_token_id = None if self.bos_token is None else backend.token_to_id(self.bos_token)
-        own_eos = None if self.eos_token is None else backend.token_to_id(self.eos_token)
-        self.eos_token_ids = tuple(sorted({*eos_token_ids} | ({own_eos} if own_eos is not None else set())))
+        self.bos_token_id = self.token_id(named["bos_token"]) if "bos_token" in named else None
+        own_eos_ids = self.ids_of([named["eos_token"]] if "eos_token" in named else [])
+        self.eos_token_ids = tuple(sorted({*eos_token_ids, *own_eos_ids}))
         self.adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.token_id_ranges = _ranges(sorted(vocab.values()))
-        self.num_ids = self.token_id_ranges[-1][1] if self.token_id_ranges else 0
 
     @classmethod
     def from_folder(cls, folder: Path, *, model_folder: Path | None = None) -> "Tokenizer":
@@ -142,10 +139,6 @@ class Tokenizer:
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         """The ids of those of the tokens that the vocabulary has."""
         return frozenset(token_id for token in tokens if (token_id := self.token_id(token)) is not None)
-
-    def is_token(self, token_id: int) -> bool:
-        """Whether an id is a token; a model's logits may have more rows than there are tokens."""
-        return any(start <= token_id < end for start, end in self.token_id_ranges)
 
     @property
     def strip_left(self) -> int:

@@ -35,7 +35,7 @@ class FakeEngine:
             device="cpu",
             dtype="float32",
             max_model_len=max_model_len,
-            vocab_size=tokenizer.num_ids,
+            vocab_size=tokenizer.token_id_ranges[-1][1],
             num_pages=64,
             kv_cache_bytes=2**20,
             weights_bytes=2**20,
