@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from minserve.errors import ConfigError, RequestError
-from minserve.text.files import added_token_text, read_json_object
+from minserve.folder import file_in_folder, has_file, read_json_object
 from minserve.text.length import read_length_bound
 from minserve.text.pieces import read_pieces
 
@@ -76,9 +76,9 @@ class Tokenizer:
         model_folder: where the latter two are, if not in folder. All but tokenizer.json may be absent.
         Raises ConfigError, naming the file and what is wrong with it.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not has_file(folder, "tokenizer.json"):
             raise ConfigError(f"{folder} has no tokenizer.json; give a folder that has one with --tokenizer")
+        path = file_in_folder(folder, "tokenizer.json")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception.
@@ -86,12 +86,12 @@ class Tokenizer:
         # The file may carry the trainer's truncation or padding; neither may touch a prompt.
         backend.no_truncation()
         backend.no_padding()
-        config = read_json_object(folder / "tokenizer_config.json")
+        config = optional_json_object(folder, "tokenizer_config.json")
         special_tokens = read_special_tokens(folder)
         _apply_bos_eos_flags(backend, config, special_tokens)
         model_folder = model_folder or folder
-        generation_config = read_json_object(model_folder / "generation_config.json")
-        model_config = read_json_object(model_folder / "config.json")
+        generation_config = optional_json_object(model_folder, "generation_config.json")
+        model_config = optional_json_object(model_folder, "config.json")
         return cls(
             backend,
             special_tokens=special_tokens,
@@ -152,10 +152,22 @@ class Tokenizer:
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
     """The named special tokens of a folder: tokenizer_config.json, else the older special_tokens_map.json."""
-    older = read_json_object(folder / "special_tokens_map.json")
-    newer = read_json_object(folder / "tokenizer_config.json")
-    named = {name: added_token_text(newer.get(name, older.get(name))) for name in _NAMED_SPECIAL_TOKENS}
+    older = optional_json_object(folder, "special_tokens_map.json")
+    newer = optional_json_object(folder, "tokenizer_config.json")
+    named = {name: _added_token_text(newer.get(name, older.get(name))) for name in _NAMED_SPECIAL_TOKENS}
     return {name: text for name, text in named.items() if text is not None}
+
+
+def optional_json_object(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of the folder; empty if there is no such file. Raises ConfigError for anything else."""
+    return read_json_object(folder, name) if has_file(folder, name) else {}
+
+
+def _added_token_text(value: Any) -> str | None:
+    """A special token in a configuration is its text, or an object that has it as "content"."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
 
 
 def check_unicode(text: str, param: str | None) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minserve.errors import ConfigError, WeightsError
-from minserve.folder import file_in_folder
+from minserve.errors import WeightsError
+from minserve.folder import file_in_folder, read_json_object
 from minserve.models.causal_lm import CausalLM
-from minserve.models.fields import read_json_object
 from minserve.models.layers import RMSNorm
 
 SINGLE_FILE = "model.safetensors"
@@ -89,12 +88,7 @@ def find_files(folder: Path) -> list[Path]:
         return [file_in_folder(folder, SINGLE_FILE)]
     if not (folder / INDEX_FILE).exists():
         raise WeightsError(f"{folder}: {_explain_absence(folder)}")
-    try:
-        weight_map = read_json_object(file_in_folder(folder, INDEX_FILE)).get("weight_map")
-    except WeightsError:
-        raise
-    except ConfigError as error:
-        raise WeightsError(str(error)) from error
+    weight_map = read_json_object(folder, INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise WeightsError(f"{folder / INDEX_FILE}: weight_map must be an object of file names by tensor")
     names = sorted(set(weight_map.values()))
