@@ -104,7 +104,7 @@ def engine_config_of(
     token_id_ranges: tuple[tuple[int, int], ...],
 ) -> EngineConfig:
     """What the engine process is built from."""
-    return EngineConfig(
+    return EngineConfig.checked(
         model_path=str(model_folder),
         load_format=args.load_format,
         dtype=args.dtype,

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from minserve.api.body import read_json
-from minserve.api.generation import Choice, Piece, run
+from minserve.api.generation import Choice, run
 from minserve.api.http import json_response
 from minserve.api.logprobs import chat_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_chat, make_choices
@@ -39,6 +39,7 @@ from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
 from minserve.config import ServerConfig
 from minserve.errors import RequestError
+from minserve.text.output import Piece
 from minserve.text.toolcalls import HermesParser, ToolEvent, tool_parser_class
 
 
@@ -213,5 +214,5 @@ class ChatAnswer:
 
     def _usage(self) -> Usage:
         prompt = self._choices[0].submit.prompt_token_ids
-        num_tokens = sum(choice.num_tokens for choice in self._choices)
-        return usage(len(prompt), num_tokens, self._choices[0].cached_tokens)
+        num_tokens = sum(choice.output.num_tokens for choice in self._choices)
+        return usage(len(prompt), num_tokens, self._choices[0].output.cached_tokens)

@@ -8,14 +8,16 @@ Does not know: chat templates, streams, HTTP. Imports no torch.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import tokenizers
+from msgspec import Meta
 from tokenizers.processors import TemplateProcessing
 
 from minserve.errors import ConfigError, RequestError
 from minserve.folder import file_in_folder, has_file, read_json_object
+from minserve.protocol import PositiveShare, RepetitionPenalty, Share, Temperature
 from minserve.text.length import read_length_bound
 from minserve.text.pieces import read_pieces
 
@@ -28,11 +30,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     As in vLLM, `do_sample` is not read: whoever wants greedy text asks for temperature 0.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveShare | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
 
 
 class Tokenizer:
