@@ -5,12 +5,15 @@ Does not know: what the files mean.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
 from minserve.errors import WeightsError
+
+_NUM_NAMES_SHOWN = 5
 
 
 def file_in_folder(folder: Path, name: str) -> Path:
@@ -55,6 +58,13 @@ def read_json_object(folder: Path, name: str) -> dict[str, Any]:
         return msgspec.json.decode(read_text(folder, name), type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise WeightsError(f"{folder / name} is not a JSON object: {error}") from error
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Names for an error's line: the first of them, and how many more there are."""
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:_NUM_NAMES_SHOWN])
+    return shown if len(ordered) <= _NUM_NAMES_SHOWN else f"{shown} and {len(ordered) - _NUM_NAMES_SHOWN} more"
 
 
 def _boundary(root: Path) -> Path:

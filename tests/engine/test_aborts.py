@@ -7,6 +7,7 @@ import pytest
 from tests.engine.tiny import VOCAB, finish, submit, tiny_engine, tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_after_a_thousand_random_aborts_every_page_is_there_and_the_next_request_is_right(tmp_path, run_ahead):
     page = 2 * 2 * 2 * 16 * 8 * 4

@@ -15,6 +15,8 @@ from minserve.protocol import SamplingParams, Submit
 from tests.api.real import engine_process_of
 from tests.engine.tiny import CONFIG
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def config(tmp_path):

@@ -172,6 +172,9 @@ def test_sampling_defaults_are_what_generation_config_says_and_nothing_else(fold
     ("name", "value", "message"),
     [
         ("generation_config.json", {"temperature": "hot"}, "temperature"),
+        ("generation_config.json", {"temperature": -1}, "temperature"),
+        ("generation_config.json", {"top_p": 1.5}, "top_p"),
+        ("generation_config.json", {"repetition_penalty": 0}, "repetition_penalty"),
         ("generation_config.json", {"eos_token_id": "two"}, "eos_token_id"),
         ("config.json", {"eos_token_id": [1, -1]}, "eos_token_id"),
         ("tokenizer_config.json", ["not an object"], "tokenizer_config.json"),
