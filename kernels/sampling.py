@@ -6,8 +6,8 @@ g is Gumbel noise, so the argmax is a draw from softmax(filtered logits / temper
 function of (seed, position, id) alone: a counter-based generator, not a stream. So a seeded text does not depend on
 who else is in the batch, on preemption, or on whether a draft proposed the token first.
 
-The generator is two rounds of a 32-bit integer finaliser (constants of Wellons' "lowbias32"), keyed with 64 bits
-that a third and fourth round derive from seed and position.
+The generator is two rounds of a 32-bit integer finaliser (constants of Wellons' "lowbias32") on the id, each keyed with
+32 bits that four more rounds make of seed and position.
 """
 
 import torch

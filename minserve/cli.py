@@ -1,7 +1,6 @@
 """The `minserve` command: argv to a configuration, and from there to a server.
 
-Owns: the flags, their aliases, what they say when they are wrong.
-Does not know: HTTP, torch.
+Owns: the order in which things are found wrong, and the exit codes. Does not know: how flags are spelled, HTTP, torch.
 
 Exit codes: 0 stopped, 1 the engine died, 2 the configuration cannot be served, 130 interrupted while starting.
 """
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from minserve.config import EngineConfig, ServerConfig
 from minserve.errors import ConfigError
-from minserve.flags import parse_args
+from minserve.flags import api_key, parse_args
 
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
@@ -55,7 +54,7 @@ def _serve(args: argparse.Namespace) -> int:
         name, model_folder, tokenizer_folder = _find_model(args)
         tokenizer = Tokenizer.from_folder(tokenizer_folder, model_folder=model_folder)
         template = ChatTemplate.from_folder(tokenizer_folder, args.chat_template)
-        server_config = server_config_of(args, name, model_folder, tokenizer_folder)
+        server_config = server_config_of(args, name, model_folder)
         engine_config = engine_config_of(
             args, model_folder, eos_token_ids=tokenizer.eos_token_ids, token_id_ranges=tokenizer.token_id_ranges
         )
@@ -75,24 +74,26 @@ def _find_model(args: argparse.Namespace) -> tuple[str, Path, Path]:
     return name, model_folder, resolve_tokenizer(args.tokenizer) if args.tokenizer else model_folder
 
 
-def server_config_of(args: argparse.Namespace, name: str, model_folder: Path, tokenizer_folder: Path) -> ServerConfig:
+def server_config_of(args: argparse.Namespace, name: str, model_folder: Path) -> ServerConfig:
     """What the API process is built from. name: what the user called the model."""
-    keys = tuple(args.api_key) or tuple(filter(None, [os.environ.get("MINSERVE_API_KEY")]))
     return ServerConfig(
         model_path=str(model_folder),
-        tokenizer_path=str(tokenizer_folder),
         served_model_names=tuple(args.served_model_name or [name]),
-        host=args.host,
-        port=args.port,
-        api_keys=keys,
-        chat_template=args.chat_template,
-        enable_auto_tool_choice=args.enable_auto_tool_choice,
+        api_keys=tuple(args.api_key) or _keys_of_environment(),
         tool_call_parser=args.tool_call_parser,
         max_num_waiting=args.max_num_waiting,
         max_request_bytes=args.max_request_bytes,
         shutdown_timeout_s=args.shutdown_timeout,
-        log_level=args.log_level,
     )
+
+
+def _keys_of_environment() -> tuple[str, ...]:
+    """The key in MINSERVE_API_KEY, if it is set to any. Raises ConfigError for one that clients could never send."""
+    key = os.environ.get("MINSERVE_API_KEY", "")
+    try:
+        return (api_key(key),) if key else ()
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"MINSERVE_API_KEY {error}") from None
 
 
 def engine_config_of(
@@ -103,7 +104,7 @@ def engine_config_of(
     token_id_ranges: tuple[tuple[int, int], ...],
 ) -> EngineConfig:
     """What the engine process is built from."""
-    return EngineConfig(
+    return EngineConfig.checked(
         model_path=str(model_folder),
         load_format=args.load_format,
         dtype=args.dtype,
@@ -121,7 +122,3 @@ def engine_config_of(
         token_id_ranges=token_id_ranges,
         seed=args.seed,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

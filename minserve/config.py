@@ -5,9 +5,16 @@ Does not know: argv (cli parses), model files (the caller resolves them first).
 `EngineConfig` is also the first message that the engine process receives.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+from minserve.errors import ConfigError, field_fault
+from minserve.protocol import MAX_MODEL_END_TOKEN_IDS
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 BLOCK_SIZE = 16
 """Tokens in a block: the unit of the KV cache. Fixed, because kernels, digests and host layout are built on it."""
@@ -31,41 +38,44 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    kv_cache_memory: int | None = None
-    host_kv: int = 0
-    prefill_reserve: int = 0
-    gpu_memory_utilization: float = 0.9
+    max_model_len: PositiveInt | None = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
+    max_num_batched_tokens: PositiveInt = 2048
+    kv_cache_memory: PositiveInt | None = None
+    host_kv: NonNegativeInt = 0
+    prefill_reserve: NonNegativeInt = 0
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
     rope_scaling: dict[str, Any] | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_MODEL_END_TOKEN_IDS)] = ()
     token_id_ranges: tuple[tuple[int, int], ...] = ()
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     run_ahead: Literal[0, 1] | None = None
+
+    @classmethod
+    def checked(cls, **fields: Any) -> "EngineConfig":
+        """A configuration of these fields. Raises ConfigError for one that is unknown or out of its bounds."""
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            name, what = field_fault(error)
+            raise ConfigError(f"{name}: {what}") from None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the API process is built from.
 
     served_model_names: the names that clients may use; the first is the one that answers carry.
-    chat_template: the template's text, in place of the model's own.
+    tool_call_parser: the format of the model's tool calls; None: tools are refused.
     max_num_waiting: requests beyond the running ones that may queue; more are refused with 503.
     max_request_bytes: a longer body is refused with 413.
     shutdown_timeout_s: how long SIGTERM lets running requests finish.
     """
 
     model_path: str
-    tokenizer_path: str
     served_model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
     api_keys: tuple[str, ...] = ()
-    chat_template: str | None = None
-    enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     max_num_waiting: int = 1024
     max_request_bytes: int = 32 * 2**20
     shutdown_timeout_s: float = 30.0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -4,6 +4,14 @@ Owns: the exceptions that cross room boundaries and what an HTTP client is told 
 Does not know: HTTP itself; `api` turns a `RequestError` into a response.
 """
 
+import re
+
+import msgspec
+
+# msgspec says: "Expected `int`, got `str` - at `$.n`", "Object missing required field `role` - at `$.messages[0]`".
+_PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+_NAMED_FIELD = re.compile(r"^Object (contains|missing) (?P<what>unknown|required) field `(?P<name>.*)`$", re.DOTALL)
+
 
 class MinserveError(Exception):
     """Base of everything that minserve raises on purpose."""
@@ -64,3 +72,12 @@ class EngineError(MinserveError):
 
 class EngineDeadError(EngineError):
     """The engine process is gone; nothing more will be served."""
+
+
+def field_fault(error: msgspec.ValidationError) -> tuple[str, str]:
+    """(path of the field at fault, what is wrong with it); the path is empty if it is the whole value."""
+    match = _PATH.match(str(error))
+    what, path = (match["what"], match["path"]) if match else (str(error), "")
+    if named := _NAMED_FIELD.search(what):
+        return ".".join(filter(None, (path, named["name"]))), f"{named['what']} field"
+    return path, what[:1].lower() + what[1:]

@@ -72,14 +72,14 @@ def parse_size_or_zero(text: str) -> int:
 
 
 def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """An argparse type: a number from low to high."""
+    """An argparse type: a finite number from low to high."""
 
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not low <= value <= high:
+        if not low <= value <= high or value == math.inf:
             allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
             raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
         return value
@@ -158,6 +158,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.enable_auto_tool_choice != (args.tool_call_parser is not None):
         parser.error("--enable-auto-tool-choice and --tool-call-parser belong together: give both or neither")
+    if args.revision is not None and args.model is None:
+        parser.error("--revision is a revision of --model, which is not given")
     return args
 
 

@@ -15,10 +15,11 @@ import msgspec
 
 from minserve.config import EngineConfig
 from minserve.engine.build import build_engine
-from minserve.errors import EngineError
-from minserve.protocol import Delta, FinishReason, SamplingParams, Submit, TokenLogprobs
+from minserve.errors import ConfigError, RequestError, field_fault
+from minserve.protocol import SamplingParams, Submit, TokenLogprobs
 from minserve.text.chat import ChatTemplate
 from minserve.text.detokenizer import Detokenizer
+from minserve.text.output import EndReason, Output, Piece
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.default_model import ensure_default_model
 from minserve.weights.hub import resolve_model
@@ -28,17 +29,31 @@ Prompt = str | Sequence[int]
 
 @dataclass(slots=True)
 class Completion:
-    """What became of one prompt. token_ids include an end token; text does not, nor a stop string."""
+    """What became of one prompt. token_ids include an end token; text does not, nor a stop string.
+
+    logprobs: one entry for each of token_ids, if asked for. prompt_logprobs: one a prompt token, None for the first.
+    stop_reason: the stop string or the requested stop token that ended it, None for the model's own end.
+    """
 
     prompt_token_ids: list[int]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     cached_tokens: int = 0
     cached_host_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def add(self, piece: Piece, output: Output) -> None:
+        """Take in the next piece of its text, which output has made."""
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        if piece.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *piece.logprobs]
+        self.prompt_logprobs = piece.prompt_logprobs or self.prompt_logprobs
+        self.cached_tokens, self.cached_host_tokens = output.cached_tokens, output.cached_host_tokens
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
 class LLM:
@@ -51,18 +66,20 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, revision: str | None = None, chat_template: str | None = None, **engine: Any
     ) -> None:
-        folder = ensure_default_model() if model is None else resolve_model(model, revision=revision)
+        if model is None and revision is not None:
+            raise ConfigError("revision is one of a model's, and no model is given")
+        if model is None:
+            folder = ensure_default_model()
+        else:
+            folder = resolve_model(model, revision=revision, need_weights=engine.get("load_format") != "dummy")
         self.tokenizer = Tokenizer.from_folder(folder)
         self._chat_template = ChatTemplate.from_folder(folder, chat_template)
-        config = msgspec.convert(
-            {
-                "model_path": str(folder),
-                "eos_token_ids": self.tokenizer.eos_token_ids,
-                "token_id_ranges": self.tokenizer.token_id_ranges,
-                **engine,
-            },
-            EngineConfig,
-        )
+        of_model = {
+            "model_path": str(folder),
+            "eos_token_ids": self.tokenizer.eos_token_ids,
+            "token_id_ranges": self.tokenizer.token_id_ranges,
+        }
+        config = EngineConfig.checked(**(of_model | engine))
         self.engine = build_engine(config)
         self._num_requests = 0
 
@@ -71,15 +88,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         **options: Any,
     ) -> list[Completion]:
         """Complete each prompt: text, or token ids. All run in one batch.
 
-        params, or options, which are fields of SamplingParams; the default is greedy, 16 tokens. Raises RequestError if
-        a prompt cannot be served; then none is.
+        params, or options, which are fields of SamplingParams; the default is greedy, 16 tokens. stop: strings that end
+        a text. Raises RequestError if a prompt or an option cannot be served; then nothing is. Raises EngineError if
+        the engine fails on the way.
         """
-        params = msgspec.structs.replace(params or SamplingParams(max_tokens=16, temperature=0.0), **options)
+        params = _checked_params(params or SamplingParams(max_tokens=16, temperature=0.0), options)
         batch = _as_list(prompts)
         ids = [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else list(p) for p in batch]
         return self._run(ids, params, stop)
@@ -89,60 +107,61 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Completion:
-        """The model's answer to a conversation. Without max_tokens it may fill the context."""
+        """The model's answer to a conversation. Without params and max_tokens it may fill the context.
+
+        messages: as OpenAI's, with "role" and "content". template_kwargs: what the chat template takes besides them.
+        Raises as `generate` does.
+        """
         text = self._chat_template.render(messages, template_kwargs=template_kwargs or {})
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         rest = max(1, self.engine.info.max_model_len - len(ids))
-        params = msgspec.structs.replace(params or SamplingParams(max_tokens=rest, temperature=0.0), **options)
+        params = _checked_params(params or SamplingParams(max_tokens=rest, temperature=0.0), options)
         return self._run([ids], params, stop)[0]
 
-    def _run(self, prompts: list[list[int]], params: SamplingParams, stop: Sequence[str]) -> list[Completion]:
-        running: dict[str, tuple[Completion, Detokenizer]] = {}
-        completions = []
+    def _run(self, prompts: list[list[int]], params: SamplingParams, stop: str | Sequence[str]) -> list[Completion]:
+        stop_strings = _checked_stop(stop)
+        running: dict[str, Output] = {}
+        completions = [Completion(prompt_token_ids=ids) for ids in prompts]
         try:
-            for ids in prompts:
+            for index, ids in enumerate(prompts):
                 self._num_requests += 1
                 request_id = f"llm-{self._num_requests}"
+                detokenizer = Detokenizer(self.tokenizer, ids, stop=stop_strings, min_tokens=params.min_tokens)
                 self.engine.submit(Submit(request_id=request_id, prompt_token_ids=ids, params=params))
-                completions.append(Completion(prompt_token_ids=ids))
-                detokenizer = Detokenizer(self.tokenizer, ids, stop=tuple(stop), min_tokens=params.min_tokens)
-                running[request_id] = completions[-1], detokenizer
+                running[request_id] = Output(index, params, detokenizer)
             while running:
                 for delta in self.engine.step().deltas:
-                    if delta.request_id in running and self._take(delta, *running[delta.request_id]):
-                        del running[delta.request_id]
+                    if delta.request_id in running:
+                        output = running[delta.request_id]
+                        completion = completions[output.index]
+                        completion.add(output.take(delta), output)
+                        if completion.finish_reason is not None:
+                            del running[delta.request_id]
+                            self.engine.abort(delta.request_id)  # a stop string ends a text before its request
         finally:
             for request_id in running:
                 self.engine.abort(request_id)
         return completions
 
-    def _take(self, delta: Delta, completion: Completion, detokenizer: Detokenizer) -> bool:
-        """Add a delta to its completion. Whether that was the end."""
-        if delta.finish_reason == "error":
-            raise EngineError(delta.error or "the engine failed")
-        text = detokenizer.push(delta.token_ids, ends_with_stop_token=delta.stop_token_id is not None)
-        completion.text += text.text
-        # A stop string may have ended the text before the last of these tokens.
-        completion.token_ids = [*completion.token_ids, *delta.token_ids][: text.num_tokens]
-        if delta.logprobs is not None:
-            completion.logprobs = [*(completion.logprobs or []), *delta.logprobs][: text.num_tokens]
-        completion.prompt_logprobs = delta.prompt_logprobs or completion.prompt_logprobs
-        if delta.cached_tokens is not None:
-            completion.cached_tokens = delta.cached_tokens
-            completion.cached_host_tokens = delta.cached_host_tokens or 0
-        if text.stop is not None:
-            completion.finish_reason, completion.stop_reason = "stop", text.stop
-            if delta.finish_reason is None:
-                self.engine.abort(delta.request_id)
-            return True
-        completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_token_id
-        if delta.finish_reason is not None:
-            completion.text += detokenizer.finish()
-        return delta.finish_reason is not None
+
+def _checked_params(params: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
+    """params with options in their places. Raises RequestError for what is unknown or out of its bounds."""
+    try:
+        return msgspec.convert({**msgspec.structs.asdict(params), **options}, SamplingParams)
+    except msgspec.ValidationError as error:
+        name, what = field_fault(error)
+        raise RequestError(f"{name}: {what}", param=name) from None
+
+
+def _checked_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(item, str) and item for item in strings):
+        raise RequestError(f"stop must be strings that are not empty, got {stop!r}", param="stop")
+    return strings
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -6,23 +6,34 @@ Does not know: sockets (engine.client, engine.process), text (the engine sees to
 Every `Submit` is answered by any number of `Delta`s, of which exactly the last one carries a `finish_reason`.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 """A longer frame is a bug or an attack: the reader refuses it."""
 
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+"""Widths of the device tables. Of the tokens that end a text some are the model's, the rest a request may name."""
+
+MAX_MODEL_END_TOKEN_IDS = 32
+MAX_REQUEST_STOP_TOKEN_IDS = MAX_STOP_TOKEN_IDS - MAX_MODEL_END_TOKEN_IDS
 MAX_LOGPROBS = 20
-"""Bounds that the device tables and the messages are built for; the API refuses more."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of one request are chosen. Already checked and complete: the engine trusts it.
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How the tokens of one request are chosen: complete, and checked where it is made. The engine trusts it.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off.
     seed keys the Gumbel noise together with the position, so that a text depends on its request alone.
@@ -31,21 +42,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids end the text with reason "stop", as the model's own end tokens do unless ignore_eos.
     """
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: Annotated[int, Meta(ge=1)]
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Temperature = 1.0
+    top_p: PositiveShare = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    min_p: Share = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] = {}
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_REQUEST_STOP_TOKEN_IDS)] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from minserve.errors import ConfigError
-from minserve.folder import file_in_folder
-from minserve.models.fields import Fields, read_json_object
+from minserve.folder import read_json_object
+from minserve.models.fields import Fields
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -88,8 +88,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         rope_scaling may leave out rope_theta, which then stays the file's.
         """
-        path = file_in_folder(folder, "config.json")
-        fields = Fields(read_json_object(path), str(folder / "config.json"))
+        fields = Fields(read_json_object(folder, "config.json"), str(folder / "config.json"))
         architecture = _architecture(fields)
         num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
         _refuse_unsupported(fields, num_layers)

@@ -6,21 +6,9 @@ Does not know: what any field means.
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from minserve.errors import ConfigError
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError if it is anything else."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object, not {_describe(value)}")
-    return value
 
 
 class Fields:

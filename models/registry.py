@@ -11,13 +11,10 @@ from minserve.models.llama import LlamaForCausalLM
 from minserve.models.qwen3 import Qwen3ForCausalLM
 
 
-def build_model(
-    config: ModelConfig, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
-) -> CausalLM:
-    """The model with parameters of the given dtype; on "meta" they have shapes only, until weights are loaded."""
-    with torch.device(device):
-        model = _class_of(config.architecture)(config)
-    return model.to(dtype).eval()
+def build_model(config: ModelConfig) -> CausalLM:
+    """The model on "meta": its parameters have shapes only, until weights are loaded."""
+    with torch.device("meta"):
+        return _class_of(config.architecture)(config).eval()
 
 
 def _class_of(architecture: str) -> type[LlamaForCausalLM] | type[Qwen3ForCausalLM]:

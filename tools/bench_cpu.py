@@ -21,6 +21,7 @@ import torch
 import transformers
 
 from minserve import LLM
+from minserve.engine.sizing import cpu_has_bfloat16
 from minserve.protocol import SamplingParams
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.default_model import ensure_default_model
@@ -94,17 +95,12 @@ def median(rates: list[Rate]) -> float:
     return statistics.median(rate.tokens_per_second for rate in rates)
 
 
-def native_dtype() -> str:
-    """bfloat16 where the CPU computes in it, as the engine's dtype "auto" chooses too."""
-    cpu_info = Path("/proc/cpuinfo")
-    flags = cpu_info.read_text() if cpu_info.exists() else ""
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="minserve against transformers, and many streams against one.")
     parser.add_argument("--model", help="folder or hub name (default: the embedded SmolLM2-135M-Instruct)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=native_dtype())
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="bfloat16" if cpu_has_bfloat16() else "float32"
+    )
     parser.add_argument("--new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--streams", type=int, default=16, metavar="N")
     parser.add_argument("--repeats", type=int, default=5, metavar="N")

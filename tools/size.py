@@ -18,8 +18,12 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 6000
-"""Lines of code outside tests/. A commit may raise it, and says why."""
+BUDGET_CODE_LINES = 7000
+"""Lines of code outside tests/. A commit may raise it, and says why.
+
+6000 was a guess made before the HTTP surface was written. 7000: of the dense server's 6400 lines a quarter refuses what
+is wrong (flags, fields, hostile model files) by name, which nobody would give back, and the host tier is being added.
+"""
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -14,7 +14,8 @@ from aiohttp import web
 from minserve.api.auth import Authenticator
 from minserve.api.chat import chat_completions
 from minserve.api.completions import completions
-from minserve.api.errors import Handler, error_middleware
+from minserve.api.errors import error_middleware
+from minserve.api.http import Handler, route_of
 from minserve.api.models import list_models, show_model
 from minserve.api.service import SERVICE, Service
 from minserve.api.status import health, metrics, ready, version
@@ -67,9 +68,7 @@ async def _access_middleware(request: web.Request, handler: Handler) -> web.Stre
         status = str(response.status)
         return response
     finally:
-        # The route's own spelling: a path may hold anything, even line breaks.
-        resource = request.match_info.route.resource
-        route = resource.canonical if resource else "(no route)"
+        route = route_of(request) or "(no route)"
         took_ms = (time.perf_counter() - begin) * 1000
         logger.info("%s %s %s %.0f ms id=%s", request.method, route, status, took_ms, request_id)
 

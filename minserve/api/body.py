@@ -6,19 +6,14 @@ Does not know: what the fields mean (schemas).
 
 import json
 import math
-import re
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from minserve.errors import RequestError
+from minserve.errors import RequestError, field_fault
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-# msgspec says: "Expected `int`, got `str` - at `$.n`", "Object missing required field `role` - at `$.messages[0]`".
-_PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
-_NAMED_FIELD = re.compile(r"^Object (contains|missing) (?P<what>unknown|required) field `(?P<name>.*)`$", re.DOTALL)
 
 
 class UnsupportedMediaTypeError(RequestError):
@@ -48,6 +43,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
             parse_constant=_refuse_constant,
             parse_float=_finite_float,
         )
+        # Only an escape can bring a lone surrogate into text that was valid UTF-8.
+        if b"\\ud" in body or b"\\uD" in body:
+            _refuse_surrogates(value, "")
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError as error:
@@ -56,9 +54,6 @@ def decode_object(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    # Only an escape can bring a lone surrogate into text that was valid UTF-8.
-    if b"\\ud" in body or b"\\uD" in body:
-        _refuse_surrogates(value, "")
     return {key: item for key, item in value.items() if item is not None}
 
 
@@ -67,12 +62,8 @@ def convert(fields: dict[str, Any], kind: type[T], where: str = "") -> T:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        match = _PATH.match(str(error))
-        what, path = (match["what"], match["path"]) if match else (str(error), "")
-        named = _NAMED_FIELD.search(what)
-        names = [where, path, named["name"] if named else ""]
-        param = ".".join(name for name in names if name) or None
-        what = f"{named['what']} field" if named else what[:1].lower() + what[1:]
+        path, what = field_fault(error)
+        param = ".".join(filter(None, (where, path))) or None
         raise RequestError(f"{param}: {what}" if param else what, param=param) from None
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from None

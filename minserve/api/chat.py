@@ -13,8 +13,8 @@ import msgspec
 from aiohttp import web
 
 from minserve.api.body import read_json
-from minserve.api.errors import json_response
-from minserve.api.generation import Choice, Piece, run
+from minserve.api.generation import Choice, run
+from minserve.api.http import json_response
 from minserve.api.logprobs import chat_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_chat, make_choices
 from minserve.api.responses import (
@@ -39,6 +39,7 @@ from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
 from minserve.config import ServerConfig
 from minserve.errors import RequestError
+from minserve.text.output import Piece
 from minserve.text.toolcalls import HermesParser, ToolEvent, tool_parser_class
 
 
@@ -61,7 +62,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         )
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         markers = parser_class.special_markers if parser_class else ()
-        kept_ids = frozenset(i for i in map(service.tokenizer.token_id, markers) if i is not None)
+        kept_ids = service.tokenizer.ids_of(markers)
         choices = make_choices(service, asked, prompt, params, answer_id, keep_special_ids=kept_ids)
         answer = ChatAnswer(service, asked, answer_id, model, choices, parser_class)
         if asked.stream:
@@ -82,7 +83,7 @@ def _tool_parser(request: ChatRequest, config: ServerConfig) -> type[HermesParse
         raise RequestError(
             'tool_choice: only "none" and "auto" are supported', param="tool_choice", code="unsupported_parameter"
         )
-    if not config.enable_auto_tool_choice or config.tool_call_parser is None:
+    if config.tool_call_parser is None:
         raise RequestError(
             '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
             param="tool_choice",
@@ -213,6 +214,6 @@ class ChatAnswer:
 
     def _usage(self) -> Usage:
         prompt = self._choices[0].submit.prompt_token_ids
-        num_tokens = sum(choice.num_tokens for choice in self._choices)
-        first = self._choices[0]
+        num_tokens = sum(choice.output.num_tokens for choice in self._choices)
+        first = self._choices[0].output
         return usage(len(prompt), num_tokens, first.cached_tokens, first.cached_host_tokens)

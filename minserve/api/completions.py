@@ -15,8 +15,8 @@ from aiohttp import web
 from msgspec import UNSET
 
 from minserve.api.body import read_json
-from minserve.api.errors import json_response
-from minserve.api.generation import Choice, Piece, run
+from minserve.api.generation import Choice, run
+from minserve.api.http import json_response
 from minserve.api.logprobs import completion_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_text, make_choices
 from minserve.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, usage
@@ -26,6 +26,7 @@ from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
 from minserve.errors import RequestError
 from minserve.text.detokenizer import Detokenizer
+from minserve.text.output import Piece
 from minserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -210,9 +211,9 @@ class CompletionAnswer:
         per_prompt = self._choices[:: self._request.n]
         return usage(
             sum(len(choice.submit.prompt_token_ids) for choice in per_prompt),
-            sum(choice.num_tokens for choice in self._choices),
-            sum(choice.cached_tokens for choice in per_prompt),
-            sum(choice.cached_host_tokens for choice in per_prompt),
+            sum(choice.output.num_tokens for choice in self._choices),
+            sum(choice.output.cached_tokens for choice in per_prompt),
+            sum(choice.output.cached_host_tokens for choice in per_prompt),
         )
 
 

@@ -5,24 +5,14 @@ Does not know: the routes; what happens once a stream has begun (sse).
 """
 
 import logging
-from collections.abc import Awaitable, Callable
 
-import msgspec
 from aiohttp import web
 
+from minserve.api.http import Handler, json_response, route_of
 from minserve.api.responses import ErrorBody, ErrorResponse
 from minserve.errors import EngineError, NotFoundError, OverloadedError, RequestError
 
 logger = logging.getLogger("minserve.api")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """body as a JSON answer."""
-    return web.Response(
-        body=msgspec.json.encode(body), status=status, headers=headers, content_type="application/json", charset="utf-8"
-    )
 
 
 def error_response(error: Exception) -> ErrorResponse:
@@ -50,14 +40,12 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except web.RequestPayloadError:
         return json_response(error_response(RequestError("the body could not be read")), status=400)
     except EngineError as error:
-        logger.error("%s %s: %s", request.method, request.path, error)
+        logger.error("%s %s: %s", request.method, route_of(request), error)
         return json_response(error_response(error), status=500)
-    except RecursionError:
-        return json_response(error_response(RequestError("the body's JSON is nested too deeply")), status=400)
     except ConnectionError:
         raise
     except Exception as error:
-        logger.exception("%s %s failed", request.method, request.path)
+        logger.exception("%s %s failed", request.method, route_of(request))
         return json_response(error_response(error), status=500)
 
 

@@ -1,54 +1,26 @@
-"""From the engine's tokens to pieces of text: one choice of a request, and several side by side.
+"""The choices of a request, run on the engine: one, or several side by side.
 
-Owns: where a choice's text, token count and logprobs end, and why.
-Does not know: HTTP, JSON shapes, chat or completions.
+Owns: the life of a choice on the engine, and the clock that measures it.
+Does not know: where a text ends (text.output), HTTP, JSON shapes, chat or completions.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Literal
-
-import msgspec
 
 from minserve.api.engine import Engine
 from minserve.errors import EngineError
 from minserve.metrics import RequestTimer
-from minserve.protocol import Delta, Submit, TokenLogprobs
-from minserve.text.detokenizer import Detokenizer
-
-EndReason = Literal["stop", "length"]
-
-
-class Piece(msgspec.Struct, kw_only=True):
-    """What one message of the engine added to one choice.
-
-    token_ids and logprobs end where the choice ends, even if the engine had gone further; text may lag behind them,
-    while it could still become a stop string. text_offsets: where each token begins in the choice's generated text.
-    finish_reason is set in exactly the last piece.
-    stop_reason: the stop string or the requested stop token that ended the text, None for the model's own end.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    text_offsets: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    finish_reason: EndReason | None = None
-    stop_reason: str | int | None = None
+from minserve.protocol import Submit
+from minserve.text.output import Output, Piece
 
 
 class Choice:
-    """One text in the making. num_tokens counts what the client is charged for, stop tokens included."""
+    """One text that a request asks for."""
 
-    def __init__(self, index: int, submit: Submit, detokenizer: Detokenizer, timer: RequestTimer) -> None:
-        self.index = index
+    def __init__(self, submit: Submit, output: Output, timer: RequestTimer) -> None:
         self.submit = submit
-        self.num_tokens = 0
-        self.cached_tokens = 0
-        self.cached_host_tokens = 0
-        self._detokenizer = detokenizer
+        self.output = output
         self._timer = timer
 
     async def pieces(self, engine: Engine) -> AsyncGenerator[Piece, None]:
@@ -57,7 +29,7 @@ class Choice:
         try:
             async with aclosing(engine.generate(self.submit)) as deltas:
                 async for delta in deltas:
-                    piece = self._take(delta)
+                    piece = self.output.take(delta)
                     self._timer.tokens(len(piece.token_ids))
                     if piece.finish_reason is not None:
                         reason = piece.finish_reason
@@ -70,35 +42,6 @@ class Choice:
             raise
         finally:
             self._timer.finish(reason)
-
-    def _take(self, delta: Delta) -> Piece:
-        if delta.finish_reason == "error":
-            raise EngineError(delta.error or "the engine failed on this request")
-        if delta.finish_reason == "abort":
-            raise EngineError("the request was aborted: the server is shutting down")
-        if delta.cached_tokens is not None:
-            self.cached_tokens = delta.cached_tokens
-            self.cached_host_tokens = delta.cached_host_tokens or 0
-        ended_by_token = delta.finish_reason == "stop" and delta.stop_token_id is not None
-        update = self._detokenizer.push(delta.token_ids, ends_with_stop_token=ended_by_token)
-        num_kept = update.num_tokens - self.num_tokens
-        piece = Piece(
-            index=self.index,
-            text=update.text,
-            token_ids=delta.token_ids[:num_kept],
-            text_offsets=update.offsets,
-            logprobs=None if delta.logprobs is None else delta.logprobs[:num_kept],
-            prompt_logprobs=delta.prompt_logprobs,
-        )
-        if update.stop is not None:
-            piece.finish_reason, piece.stop_reason = "stop", update.stop
-        elif delta.finish_reason is not None:
-            piece.text += self._detokenizer.finish()
-            piece.finish_reason = delta.finish_reason
-            if delta.stop_token_id in self.submit.params.stop_token_ids:
-                piece.stop_reason = delta.stop_token_id
-        self.num_tokens = update.num_tokens
-        return piece
 
 
 async def run(engine: Engine, choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:

@@ -16,7 +16,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call in an assistant message of the history."""
+    """A tool call in an assistant message of the history. Other members, such as the index of streams, are dropped."""
 
     function: FunctionCall
     id: str | None = None

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from minserve.api.errors import json_response
+from minserve.api.http import json_response
 from minserve.api.responses import ModelCard, ModelList
 from minserve.api.service import SERVICE, Service
 

@@ -18,6 +18,7 @@ from minserve.api.service import Service
 from minserve.errors import RequestError
 from minserve.protocol import SamplingParams, Submit
 from minserve.text.detokenizer import Detokenizer
+from minserve.text.output import Output
 
 
 async def encode_text(service: Service, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
@@ -84,7 +85,8 @@ def make_choices(
             params=msgspec.structs.replace(params, seed=choice_seed(params.seed, number)),
             cache_salt=request.cache_salt,
         )
-        choices.append(Choice(index, submit, detokenizer, service.metrics.start(len(prompt_token_ids))))
+        output = Output(index, submit.params, detokenizer)
+        choices.append(Choice(submit, output, service.metrics.start(len(prompt_token_ids))))
     return choices
 
 

@@ -12,7 +12,7 @@ import msgspec
 from minserve.api.body import convert
 from minserve.api.messages import Message
 from minserve.errors import RequestError
-from minserve.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from minserve.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REQUEST_STOP_TOKEN_IDS
 
 MAX_CHOICES = 1024
 """Texts that one request may ask for: prompts times n."""
@@ -226,7 +226,7 @@ def _check_generation(request: GenerationRequest) -> None:
         raise RequestError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}", param="stop")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise RequestError(f"stop strings must have 1 to {MAX_STOP_CHARS} characters each", param="stop")
-    for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS)):
+    for name, most in (("stop_token_ids", MAX_REQUEST_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS)):
         if len(getattr(request, name)) > most:
             raise RequestError(f"{name} may hold at most {most} entries", param=name)
     if request.limit is not None and request.min_tokens > request.limit:

@@ -109,7 +109,7 @@ class Service:
         await self._idle.wait()
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """work(), in a thread if its size (in characters) is worth one."""
+        """work(), in a thread if its size (in characters or tokens) is worth one."""
         if size < LONG_TEXT_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

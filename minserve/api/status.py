@@ -6,7 +6,7 @@
 from aiohttp import web
 
 from minserve import __version__
-from minserve.api.errors import json_response
+from minserve.api.http import json_response
 from minserve.api.responses import StatusResponse, VersionResponse
 from minserve.api.service import SERVICE
 

@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from minserve.api.body import read_json
-from minserve.api.errors import json_response
+from minserve.api.http import json_response
 from minserve.api.prepare import encode_chat, encode_text
 from minserve.api.responses import DetokenizeResponse, TokenizeResponse
 from minserve.api.sampling import check_token_ids

@@ -4,7 +4,6 @@ Owns: the order of start-up. Every value is decided before the object that needs
 """
 
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,9 +24,7 @@ from minserve.models.registry import build_model
 from minserve.protocol import Ready
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
-from minserve.weights.loader import init_dummy_weights, load_weights
-
-Progress = Callable[[int, int], None]
+from minserve.weights.loader import Progress, init_dummy_weights, load_weights
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -85,7 +82,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 def _load(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[CausalLM, int]:
-    model = build_model(model_config, device="meta", dtype=dtype)
+    model = build_model(model_config)
     if config.load_format == "dummy":
         return model, init_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)
     return model, load_weights(model, Path(config.model_path), device=device, dtype=dtype, progress=progress)

@@ -43,6 +43,8 @@ class EngineClient:
     and says nothing for so long is taken for frozen and ended.
     """
 
+    info: Ready
+
     def __init__(
         self,
         process: asyncio.subprocess.Process,
@@ -94,16 +96,10 @@ class EngineClient:
         client._listener = asyncio.create_task(client._listen(), name="engine-listener")
         return client
 
-    info: Ready
-
     @property
     def alive(self) -> bool:
         """Whether new requests are served."""
         return not self.dead.done() and not self._stopping
-
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
 
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """The deltas of a request, up to and with its terminal one. Closing the iterator early aborts the request.

@@ -74,13 +74,13 @@ class Channel:
         return data
 
 
-class Service:
-    """The loop of the process."""
+class EngineLoop:
+    """What the process does all its life. Whatever ends it, but for the socket's end, is raised by `run`."""
 
     def __init__(self, engine: Engine, channel: Channel) -> None:
         self._engine = engine
         self._channel = channel
-        self._inbox: SimpleQueue[ToEngine] = SimpleQueue()
+        self._inbox: SimpleQueue[ToEngine | Exception] = SimpleQueue()
         self._stopping = False
         self._stats = Stats()
 
@@ -100,6 +100,8 @@ class Service:
                 self._inbox.put(self._channel.receive())
         except (EOFError, OSError):
             os._exit(0)
+        except Exception as error:  # a message that cannot be read: without its reader the engine would only look alive
+            self._inbox.put(error)
 
     def _receive(self) -> None:
         """Take in all that has come; if there is nothing to do, wait for it."""
@@ -112,7 +114,9 @@ class Service:
             if not self._engine.has_work:
                 self._channel.send(Outputs(deltas=[], stats=self._stats))
 
-    def _take(self, message: ToEngine) -> None:
+    def _take(self, message: ToEngine | Exception) -> None:
+        if isinstance(message, Exception):
+            raise message
         if isinstance(message, Submit):
             try:
                 self._engine.submit(message)
@@ -134,7 +138,7 @@ def main() -> None:
     try:
         engine = build_engine(channel.receive_config(), _reporter(channel))
         channel.send(engine.info)
-        Service(engine, channel).run()
+        EngineLoop(engine, channel).run()
     except EOFError:
         sys.exit(0)
     except ConfigError as error:

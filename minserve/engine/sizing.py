@@ -35,13 +35,12 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
         return _torch_dtype(config.dtype)
     if device.type == "cuda":
         return torch.bfloat16 if model.dtype == "float32" else _torch_dtype(model.dtype)
-    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype {name!r} is unknown; use float32, bfloat16 or float16")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
     return dtype
 
 
@@ -71,14 +70,14 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     if device.type == "cpu":
-        return int(available_host_bytes() * CPU_SHARE_OF_FREE_MEMORY)
+        return int(_available_host_bytes() * CPU_SHARE_OF_FREE_MEMORY)
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * config.gpu_memory_utilization) - (total - free) - CUDA_WORKSPACE_BYTES)
 
 
 def num_host_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """Host blocks in host_kv bytes. Raises ConfigError if the memory, or the container's share of it, is less."""
-    available = available_host_bytes()
+    available = _available_host_bytes()
     if config.host_kv > available:
         raise ConfigError(
             f"--host-kv {config.host_kv / GIB:.2f} GiB: only {available / GIB:.2f} GiB of host memory are available "
@@ -87,7 +86,7 @@ def num_host_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     return config.host_kv // KVPages.bytes_per_page(model, dtype)
 
 
-def available_host_bytes() -> int:
+def _available_host_bytes() -> int:
     """Host memory that this process could still take: what is free, within the container's limit."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines("/proc/meminfo"):
@@ -99,7 +98,7 @@ def available_host_bytes() -> int:
     return max(0, available)
 
 
-def _cpu_has_bfloat16() -> bool:
+def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies in bfloat16, rather than by way of float32."""
     flags = {
         flag for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features")) for flag in line.split()

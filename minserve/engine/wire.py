@@ -11,21 +11,20 @@ from minserve.protocol import MAX_MESSAGE_BYTES
 HEADER_BYTES = 4
 
 
-def frame(message: bytes) -> bytes:
-    """A message with its length before it."""
-    if len(message) > MAX_MESSAGE_BYTES:
-        raise EngineError(f"a message of {len(message)} bytes exceeds {MAX_MESSAGE_BYTES}")
-    return len(message).to_bytes(HEADER_BYTES, "big") + message
+def encode(encoder: msgspec.msgpack.Encoder, message: msgspec.Struct) -> bytes:
+    """A framed message. Raises EngineError beyond the cap."""
+    body = encoder.encode(message)
+    _check_length(len(body))
+    return len(body).to_bytes(HEADER_BYTES, "big") + body
 
 
 def body_bytes(header: bytes) -> int:
     """How long the message after this header is. Raises EngineError beyond the cap."""
     length = int.from_bytes(header, "big")
-    if length > MAX_MESSAGE_BYTES:
-        raise EngineError(f"a message of {length} bytes exceeds {MAX_MESSAGE_BYTES}")
+    _check_length(length)
     return length
 
 
-def encode(encoder: msgspec.msgpack.Encoder, message: msgspec.Struct) -> bytes:
-    """A framed message."""
-    return frame(encoder.encode(message))
+def _check_length(num_bytes: int) -> None:
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise EngineError(f"a message of {num_bytes} bytes exceeds {MAX_MESSAGE_BYTES}")

@@ -16,9 +16,9 @@ from typing import Any
 import jinja2
 
 from minserve.errors import ConfigError, RequestError
-from minserve.text.files import read_json_object, read_text
+from minserve.folder import has_file, read_text
 from minserve.text.sandbox import compile_template
-from minserve.text.tokenizer import read_special_tokens
+from minserve.text.tokenizer import optional_json_object, read_special_tokens
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """A message's reasoning goes by several names; templates read the first, gpt-oss's the second."""
@@ -32,7 +32,6 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises ConfigError for a template that is not Jinja."""
-        self._sources = dict(templates)
         self._templates = {name: compile_template(name, source) for name, source in templates.items()}
         self._special_tokens = dict(special_tokens or {})
 
@@ -106,14 +105,14 @@ class ChatTemplate:
 
 
 def _template_files(folder: Path) -> dict[str, str]:
-    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (default := folder / "chat_template.jinja").is_file():
-        files["default"] = default
-    return {name: read_text(path) for name, path in files.items()}
+    names = {path.stem: f"{path.parent.name}/{path.name}" for path in folder.glob("additional_chat_templates/*.jinja")}
+    if has_file(folder, "chat_template.jinja"):
+        names["default"] = "chat_template.jinja"
+    return {name: read_text(folder, file_name) for name, file_name in sorted(names.items())}
 
 
 def _configured_templates(folder: Path) -> dict[str, str]:
-    value = read_json_object(folder / "tokenizer_config.json").get("chat_template")
+    value = optional_json_object(folder, "tokenizer_config.json").get("chat_template")
     if value is None:
         return {}
     if isinstance(value, str):

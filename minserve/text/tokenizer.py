@@ -8,14 +8,16 @@ Does not know: chat templates, streams, HTTP. Imports no torch.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import tokenizers
+from msgspec import Meta
 from tokenizers.processors import TemplateProcessing
 
 from minserve.errors import ConfigError, RequestError
-from minserve.text.files import added_token_text, read_json_object
+from minserve.folder import file_in_folder, has_file, read_json_object
+from minserve.protocol import PositiveShare, RepetitionPenalty, Share, Temperature
 from minserve.text.length import read_length_bound
 from minserve.text.pieces import read_pieces
 
@@ -28,20 +30,20 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     As in vLLM, `do_sample` is not read: whoever wants greedy text asks for temperature 0.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveShare | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
 
 
 class Tokenizer:
     """One model's tokenizer. Immutable after construction; encode and decode may be called from any thread.
 
-    special_tokens: the named ones ("bos_token": "<s>"), as chat templates see them.
+    special_tokens: the named ones, such as "bos_token": "<s>".
     special_token_ids: ids that `skip_special_tokens` leaves out.
     eos_token_ids: every id that ends a text: the union of generation_config, config and tokenizer.
-    num_ids: one more than the greatest token id. token_id_ranges: half-open ranges of the ids that are tokens.
+    token_id_ranges: half-open ranges of the ids that are tokens; a model's logits may have more columns.
     """
 
     def __init__(
@@ -52,9 +54,9 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
         sampling_defaults: SamplingDefaults | None = None,
     ) -> None:
-        self.special_tokens = special_tokens or {}
+        named = special_tokens or {}
         # Tokens that the configuration names are special even where tokenizer.json forgot to say so.
-        backend.add_special_tokens([t for t in self.special_tokens.values() if backend.token_to_id(t) is not None])
+        backend.add_special_tokens([t for t in named.values() if backend.token_to_id(t) is not None])
         self._backend = backend
         spec = msgspec.json.decode(backend.to_str(), type=dict[str, Any])
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -62,15 +64,12 @@ class Tokenizer:
         self._length_bound = read_length_bound(spec, self._pieces)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.bos_token = self.special_tokens.get("bos_token")
-        self.eos_token = self.special_tokens.get("eos_token")
-        self.bos_token_id = None if self.bos_token is None else backend.token_to_id(self.bos_token)
-        own_eos = None if self.eos_token is None else backend.token_to_id(self.eos_token)
-        self.eos_token_ids = tuple(sorted({*eos_token_ids} | ({own_eos} if own_eos is not None else set())))
+        self.bos_token_id = self.token_id(named["bos_token"]) if "bos_token" in named else None
+        own_eos_ids = self.ids_of([named["eos_token"]] if "eos_token" in named else [])
+        self.eos_token_ids = tuple(sorted({*eos_token_ids, *own_eos_ids}))
         self.adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.token_id_ranges = _ranges(sorted(vocab.values()))
-        self.num_ids = self.token_id_ranges[-1][1] if self.token_id_ranges else 0
 
     @classmethod
     def from_folder(cls, folder: Path, *, model_folder: Path | None = None) -> "Tokenizer":
@@ -79,9 +78,9 @@ class Tokenizer:
         model_folder: where the latter two are, if not in folder. All but tokenizer.json may be absent.
         Raises ConfigError, naming the file and what is wrong with it.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not has_file(folder, "tokenizer.json"):
             raise ConfigError(f"{folder} has no tokenizer.json; give a folder that has one with --tokenizer")
+        path = file_in_folder(folder, "tokenizer.json")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception.
@@ -89,12 +88,12 @@ class Tokenizer:
         # The file may carry the trainer's truncation or padding; neither may touch a prompt.
         backend.no_truncation()
         backend.no_padding()
-        config = read_json_object(folder / "tokenizer_config.json")
+        config = optional_json_object(folder, "tokenizer_config.json")
         special_tokens = read_special_tokens(folder)
         _apply_bos_eos_flags(backend, config, special_tokens)
         model_folder = model_folder or folder
-        generation_config = read_json_object(model_folder / "generation_config.json")
-        model_config = read_json_object(model_folder / "config.json")
+        generation_config = optional_json_object(model_folder, "generation_config.json")
+        model_config = optional_json_object(model_folder, "config.json")
         return cls(
             backend,
             special_tokens=special_tokens,
@@ -143,10 +142,6 @@ class Tokenizer:
         """The ids of those of the tokens that the vocabulary has."""
         return frozenset(token_id for token in tokens if (token_id := self.token_id(token)) is not None)
 
-    def is_token(self, token_id: int) -> bool:
-        """Whether an id is a token; a model's logits may have more rows than there are tokens."""
-        return any(start <= token_id < end for start, end in self.token_id_ranges)
-
     @property
     def strip_left(self) -> int:
         """Leading spaces that are not part of a text (see Pieces)."""
@@ -159,10 +154,22 @@ class Tokenizer:
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
     """The named special tokens of a folder: tokenizer_config.json, else the older special_tokens_map.json."""
-    older = read_json_object(folder / "special_tokens_map.json")
-    newer = read_json_object(folder / "tokenizer_config.json")
-    named = {name: added_token_text(newer.get(name, older.get(name))) for name in _NAMED_SPECIAL_TOKENS}
+    older = optional_json_object(folder, "special_tokens_map.json")
+    newer = optional_json_object(folder, "tokenizer_config.json")
+    named = {name: _added_token_text(newer.get(name, older.get(name))) for name in _NAMED_SPECIAL_TOKENS}
     return {name: text for name, text in named.items() if text is not None}
+
+
+def optional_json_object(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of the folder; empty if there is no such file. Raises ConfigError for anything else."""
+    return read_json_object(folder, name) if has_file(folder, name) else {}
+
+
+def _added_token_text(value: Any) -> str | None:
+    """A special token in a configuration is its text, or an object that has it as "content"."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
 
 
 def check_unicode(text: str, param: str | None) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize, quantize
 
 from minserve.errors import ConfigError, WeightsError
+from minserve.folder import list_names
 from minserve.weights.gguf_reader import GGUFFile, GGUFTensor
 from minserve.weights.safetensors_writer import PendingTensor, StoredDtype
 
@@ -50,12 +51,12 @@ def pending_tensors(file: GGUFFile, config: dict[str, Any]) -> list[PendingTenso
         # Checked first: a list of the names that a hostile file calls for could fill the memory.
         raise WeightsError(f"{file.path}: {config['num_hidden_layers']} layers, but {len(file.tensors)} tensors")
     names = _names(config)
-    missing = sorted(names.keys() - file.tensors.keys())
-    left_over = sorted(file.tensors.keys() - names.keys() - _NOT_WEIGHTS)
+    missing = names.keys() - file.tensors.keys()
+    left_over = file.tensors.keys() - names.keys() - _NOT_WEIGHTS
     if missing:
-        raise WeightsError(f"{file.path} lacks {len(missing)} tensors: {_shortened(missing)}")
+        raise WeightsError(f"{file.path} lacks {len(missing)} tensors: {list_names(missing)}")
     if left_over:
-        raise WeightsError(f"{file.path} holds {len(left_over)} tensors of no known use: {_shortened(left_over)}")
+        raise WeightsError(f"{file.path} holds {len(left_over)} tensors of no known use: {list_names(left_over)}")
     num_parameters = sum(math.prod(file.tensors[name].shape) for name in names)
     dequantized: StoredDtype = "BF16" if num_parameters > BFLOAT16_ABOVE_PARAMETERS else "F32"
     pending = []
@@ -141,7 +142,3 @@ def _check(file: GGUFFile, tensor: GGUFTensor) -> None:
         dequantize(np.array(tensor.rows[:1]), tensor.quantization)
     except NotImplementedError as error:
         raise ConfigError(f"{file.path}: {tensor.name} is stored as {tensor.quantization.name}: {error}") from error
-
-
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

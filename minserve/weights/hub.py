@@ -25,11 +25,14 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from minserve.errors import ConfigError
 from minserve.weights.gguf import converted_folder
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _WEIGHTS_FILES = ("*.safetensors", "*.safetensors.index.json")
-# Other formats' copies of the same weights: subfolders, and the one file of Mistral's own layout.
-_IGNORED = ("*/*", "consolidated*")
+# Other formats' copies of the same weights: in subfolders, and the one file of Mistral's own layout.
+_IGNORED = (*(f"*/{pattern}" for pattern in _WEIGHTS_FILES), "consolidated*")
 
 
 def resolve_model(
@@ -48,9 +51,9 @@ def resolve_model(
     return folder
 
 
-def resolve_tokenizer(name_or_path: str, *, revision: str | None = None, progress: bool = True) -> Path:
+def resolve_tokenizer(name_or_path: str, *, progress: bool = True) -> Path:
     """The local folder with tokenizer.json and what belongs to it, for a tokenizer that is not the model's own."""
-    folder = _locate(name_or_path, revision, progress, _TOKENIZER_FILES)
+    folder = _locate(name_or_path, None, progress, _TOKENIZER_FILES)
     _refuse_if_missing(name_or_path, folder, [] if (folder / "tokenizer.json").is_file() else ["tokenizer.json"])
     return folder
 

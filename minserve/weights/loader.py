@@ -7,16 +7,15 @@ Everything is checked from the files' headers before the first byte of a weight 
 one out of a mapped file, so that the checkpoint is never in memory as a whole beside the model.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minserve.errors import ConfigError, WeightsError
-from minserve.folder import file_in_folder
+from minserve.errors import WeightsError
+from minserve.folder import file_in_folder, list_names, read_json_object
 from minserve.models.causal_lm import CausalLM
-from minserve.models.fields import read_json_object
 from minserve.models.layers import RMSNorm
 
 SINGLE_FILE = "model.safetensors"
@@ -24,7 +23,6 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 _DTYPES = ("F64", "F32", "BF16", "F16")
-_NUM_NAMES_SHOWN = 5
 
 Progress = Callable[[int, int], None]
 """Told of (bytes loaded, bytes in all) after each tensor."""
@@ -89,12 +87,7 @@ def find_files(folder: Path) -> list[Path]:
         return [file_in_folder(folder, SINGLE_FILE)]
     if not (folder / INDEX_FILE).exists():
         raise WeightsError(f"{folder}: {_explain_absence(folder)}")
-    try:
-        weight_map = read_json_object(file_in_folder(folder, INDEX_FILE)).get("weight_map")
-    except WeightsError:
-        raise
-    except ConfigError as error:
-        raise WeightsError(str(error)) from error
+    weight_map = read_json_object(folder, INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise WeightsError(f"{folder / INDEX_FILE}: weight_map must be an object of file names by tensor")
     names = sorted(set(weight_map.values()))
@@ -113,9 +106,9 @@ def _explain_absence(folder: Path) -> str:
         return f"{wanted}: {error}"
     pickles = [name for name in present if name.endswith(_PICKLE_SUFFIXES)]
     if pickles:
-        return f"{wanted}, only {_list_names(pickles)}: pickle files can run code and are not read; convert them first"
+        return f"{wanted}, only {list_names(pickles)}: pickle files can run code and are not read; convert them first"
     others = [name for name in present if name.endswith((".safetensors", ".gguf"))]
-    return f"{wanted}, only {_list_names(others)}" if others else wanted
+    return f"{wanted}, only {list_names(others)}" if others else wanted
 
 
 def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
@@ -141,15 +134,15 @@ def _check_tensors(
     found: dict[str, tuple[int, ...]] = {}
     for path, shapes in files.items():
         if twice := found.keys() & shapes.keys():
-            raise WeightsError(f"{path}: {_list_names(twice)} also stands in another file of {folder}")
+            raise WeightsError(f"{path}: {list_names(twice)} also stands in another file of {folder}")
         found |= shapes
     missing = targets.keys() - found.keys()
     left_over = {name for name in found.keys() - targets.keys() if not _is_harmless(name)}
     problems = []
     if missing:
-        problems.append(f"{len(missing)} tensors are missing: {_list_names(missing)}")
+        problems.append(f"{len(missing)} tensors are missing: {list_names(missing)}")
     if left_over:
-        problems.append(f"{len(left_over)} tensors are left over: {_list_names(left_over)}")
+        problems.append(f"{len(left_over)} tensors are left over: {list_names(left_over)}")
     for name in sorted(targets.keys() & found.keys()):
         if found[name] != tuple(targets[name].shape):
             problems.append(f"{name} is {list(found[name])} where config.json says {list(targets[name].shape)}")
@@ -164,9 +157,3 @@ def _is_harmless(name: str) -> bool:
     A head that is left over can only be a tied one: the model wants any other.
     """
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-
-
-def _list_names(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    shown = ", ".join(ordered[:_NUM_NAMES_SHOWN])
-    return shown if len(ordered) <= _NUM_NAMES_SHOWN else f"{shown} and {len(ordered) - _NUM_NAMES_SHOWN} more"

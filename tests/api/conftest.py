@@ -107,9 +107,7 @@ async def start(model_folder) -> AsyncIterator[Callable[..., Any]]:
         ) -> Running:
             tokenizer, template = tiny.load(folder)
             engine = FakeEngine(tokenizer, **(engine_options or {}))
-            config = ServerConfig(
-                **{"model_path": str(folder), "tokenizer_path": str(folder), "served_model_names": (MODEL,)} | options
-            )
+            config = ServerConfig(**{"model_path": str(folder), "served_model_names": (MODEL,)} | options)
             sock: socket.socket = bind("127.0.0.1", 0)
             service = Service(config, engine, tokenizer, template, keep_alive_s=keep_alive_s)
             server = Server(service, sock)

@@ -35,7 +35,7 @@ class FakeEngine:
             device="cpu",
             dtype="float32",
             max_model_len=max_model_len,
-            vocab_size=tokenizer.num_ids,
+            vocab_size=tokenizer.token_id_ranges[-1][1],
             num_pages=64,
             num_host_blocks=0,
             kv_cache_bytes=2**20,

@@ -18,6 +18,13 @@ END_S = 60.0
 SMALL = ("--device", "cpu", "--kv-cache-memory", "512MiB")
 
 
+def engine_process_of(pid: int) -> int:
+    """The only child of a process that runs an engine."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    [engine] = [int(child) for child in children if b"minserve.engine" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return engine
+
+
 class RealServer:
     """`python -m minserve` from its start until it is ready. Its lines are kept for when a test fails."""
 
@@ -34,13 +41,8 @@ class RealServer:
         self.process.send_signal(number)
 
     def kill_engine(self) -> None:
-        """SIGKILL to the engine process, the server's only child that runs it."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        [engine] = [
-            int(child) for child in children if b"minserve.engine" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
-        os.kill(engine, signal.SIGKILL)
+        """SIGKILL to the engine process."""
+        os.kill(engine_process_of(self.process.pid), signal.SIGKILL)
 
     def wait(self) -> int:
         """The exit code."""

@@ -22,9 +22,7 @@ def run(model_folder):
     """run(start_engine) -> (port, the running launch)."""
 
     def begin(start_engine, **options):
-        config = ServerConfig(
-            model_path=str(model_folder), tokenizer_path=str(model_folder), served_model_names=("tiny",), **options
-        )
+        config = ServerConfig(model_path=str(model_folder), served_model_names=("tiny",), **options)
         sock = bind("127.0.0.1", 0)
         port = sock.getsockname()[1]
         engine_config = EngineConfig(model_path=str(model_folder))

@@ -14,7 +14,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "</x>"}}</tool_cal
 
 @pytest.fixture
 async def running(start):
-    return await start(enable_auto_tool_choice=True, tool_call_parser="hermes")
+    return await start(tool_call_parser="hermes")
 
 
 async def test_a_call_is_set_apart_from_the_text_and_gives_its_own_finish_reason(running):

@@ -252,6 +252,17 @@ async def test_deeply_nested_values_in_free_fields_are_answered_not_crashed_on(r
         assert status in (200, 400)
 
 
+@pytest.mark.parametrize("depth", [300, 900, 2000, 100_000])
+@pytest.mark.parametrize("leaf", ["1", '"\\ud83c\\udf36"'])
+@pytest.mark.parametrize("field", ["metadata", "chat_template_kwargs", "tools", "response_format", "logit_bias"])
+async def test_a_body_nested_at_any_depth_is_answered_or_a_400(running, caplog, depth, leaf, field):
+    deep = '{"a":' * depth + leaf + "}" * depth
+    body = f'{{"messages":[{{"role":"user","content":"hi"}}],"{field}":{f"[{deep}]" if field == "tools" else deep}}}'
+    status, _ = await running.post(CHAT, body.encode())
+    assert status in (200, 400)
+    assert not caplog.records
+
+
 async def test_stream_options_without_stream_are_refused(running):
     await refused(running, CHAT, chat_body(stream_options={"include_usage": True}), "stream_options")
     body = chat_body(stream=True, stream_options={"include_use": True})

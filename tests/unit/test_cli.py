@@ -7,6 +7,7 @@ import pytest
 
 from minserve import __version__
 from minserve.cli import engine_config_of, main, server_config_of
+from minserve.errors import ConfigError
 from minserve.flags import NOT_SUPPORTED, parse_args, parse_size
 
 
@@ -17,7 +18,7 @@ def no_key_in_the_environment(monkeypatch):
 
 def configs(tmp_path, *argv):
     args = parse_args(argv)
-    server = server_config_of(args, args.model or "default", tmp_path, tmp_path)
+    server = server_config_of(args, args.model or "default", tmp_path)
     engine = engine_config_of(args, tmp_path, eos_token_ids=(2,), token_id_ranges=((0, 9),))
     return server, engine
 
@@ -56,33 +57,36 @@ def test_what_is_no_size_is_refused(capsys, text):
 
 def test_the_defaults_are_those_of_the_configuration(tmp_path):
     server, engine = configs(tmp_path)
-    assert (server.host, server.port, server.api_keys) == ("127.0.0.1", 8000, ())
-    assert server == type(server)(
-        model_path=str(tmp_path), tokenizer_path=str(tmp_path), served_model_names=("default",)
-    )
+    assert server == type(server)(model_path=str(tmp_path), served_model_names=("default",))
     assert engine == type(engine)(model_path=str(tmp_path), eos_token_ids=(2,), token_id_ranges=((0, 9),))
 
 
-def test_every_flag_reaches_the_configuration(tmp_path):
+def test_flags_of_the_command_itself(tmp_path):
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
+    args = parse_args([])
+    assert (args.host, args.port, args.chat_template, args.log_level) == ("127.0.0.1", 8000, None, "info")
+    args = parse_args(
+        ["--host", "0.0.0.0", "--port", "9000", "--chat-template", str(template), "--log-level", "warning"]
+    )
+    assert (args.host, args.port, args.chat_template, args.log_level) == ("0.0.0.0", 9000, "{{ messages }}", "warning")
+
+
+def test_every_flag_of_the_processes_reaches_their_configuration(tmp_path):
     server, engine = configs(
         tmp_path,
-        *["--model", "org/name", "--served-model-name", "a", "b", "--host", "0.0.0.0", "--port", "9000"],
-        *["--api-key", "k1", "k2", "--api-key", "k3", "--chat-template", str(template)],
+        *["--model", "org/name", "--served-model-name", "a", "b"],
+        *["--api-key", "k1", "k2", "--api-key", "k3"],
         *["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-num-waiting", "5"],
-        *["--max-request-bytes", "1MiB", "--shutdown-timeout", "2.5", "--log-level", "warning"],
+        *["--max-request-bytes", "1MiB", "--shutdown-timeout", "2.5"],
         *["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--max-model-len", "64k"],
         *["--max-num-seqs", "7", "--max-num-batched-tokens", "512", "--kv-cache-memory", "8GiB"],
         *["--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching", "--seed", "3", "-tp", "1"],
         *["--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}'],
     )
     assert server.served_model_names == ("a", "b")
-    assert (server.host, server.port, server.api_keys) == ("0.0.0.0", 9000, ("k1", "k2", "k3"))
-    assert server.chat_template == "{{ messages }}"
-    assert (server.enable_auto_tool_choice, server.tool_call_parser) == (True, "hermes")
+    assert (server.api_keys, server.tool_call_parser) == (("k1", "k2", "k3"), "hermes")
     assert (server.max_num_waiting, server.max_request_bytes, server.shutdown_timeout_s) == (5, 2**20, 2.5)
-    assert server.log_level == "warning"
     assert (engine.load_format, engine.dtype, engine.device) == ("dummy", "float32", "cpu")
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (64_000, 7, 512)
     assert (engine.kv_cache_memory, engine.gpu_memory_utilization) == (8 * 2**30, 0.5)
@@ -105,6 +109,23 @@ def test_a_key_may_come_from_the_environment_and_the_flag_wins(tmp_path, monkeyp
     monkeypatch.setenv("MINSERVE_API_KEY", "from-env")
     assert configs(tmp_path)[0].api_keys == ("from-env",)
     assert configs(tmp_path, "--api-key", "k")[0].api_keys == ("k",)
+
+
+@pytest.mark.parametrize("key", [" k", "k\n", "  ", "a\tb"])
+def test_a_key_that_no_header_can_carry_is_refused_wherever_it_comes_from(tmp_path, monkeypatch, capsys, key):
+    assert "--api-key" in refusal(capsys, "--api-key", key)
+    monkeypatch.setenv("MINSERVE_API_KEY", key)
+    with pytest.raises(ConfigError, match="MINSERVE_API_KEY"):
+        configs(tmp_path)
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "1e400"])
+def test_a_time_limit_is_a_finite_number(capsys, seconds):
+    assert "--shutdown-timeout" in refusal(capsys, f"--shutdown-timeout={seconds}")
+
+
+def test_a_revision_without_a_model_is_refused_rather_than_ignored(capsys):
+    assert "--model" in refusal(capsys, "--revision", "v2")
 
 
 @pytest.mark.parametrize("name", sorted(NOT_SUPPORTED))

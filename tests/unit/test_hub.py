@@ -18,6 +18,7 @@ SERVED = [
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",
     "model.safetensors.index.json",
@@ -26,6 +27,9 @@ NOT_SERVED = [
     "modeling_own.py",
     "pytorch_model.bin",
     "original/model.safetensors",
+    "original/model.safetensors.index.json",
+    "original/config.json",
+    "onnx/additional_chat_templates/other.jinja",
     "consolidated.safetensors",
     "README.md",
 ]
@@ -39,7 +43,8 @@ import sys
 from minserve.errors import ConfigError
 from minserve.weights import hub
 try:
-    print("FOLDER", getattr(hub, sys.argv[1])(sys.argv[2], revision=sys.argv[3] or None, progress=False))
+    options = {"revision": sys.argv[3]} if sys.argv[3] else {}
+    print("FOLDER", getattr(hub, sys.argv[1])(sys.argv[2], **options, progress=False))
 except ConfigError as error:
     print("ERROR", error)
 assert "torch" not in sys.modules
@@ -70,18 +75,27 @@ def make_folder(path, names=("config.json", "tokenizer.json", "model.safetensors
     return path
 
 
+def files_of(folder):
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
 class TestHub:
     def test_a_hub_name_downloads_what_is_served_and_no_code_pickle_or_copy(self, hub, tmp_path):
         folder, error = resolve_elsewhere(tmp_path, hub.url, "org/model")
         assert error is None
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == MODEL_FILES
+        assert files_of(folder) == MODEL_FILES
         assert hub.downloaded() == MODEL_FILES.keys()
         assert folder.is_relative_to(tmp_path)
 
     def test_a_tokenizer_is_downloaded_without_its_model(self, hub, tmp_path):
         folder, _ = resolve_elsewhere(tmp_path, hub.url, "org/model", call="resolve_tokenizer")
-        names = {path.name for path in folder.iterdir()}
-        assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+        assert files_of(folder).keys() == {
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "additional_chat_templates/tool_use.jinja",
+        }
 
     def test_what_is_cached_is_found_offline_and_when_the_hub_is_gone(self, hub, tmp_path):
         online, _ = resolve_elsewhere(tmp_path, hub.url, "org/model")

@@ -177,7 +177,7 @@ def test_a_wrong_scaling_on_the_command_line_is_refused_as_such(read, scaling, f
         ({"head_dim": 63}, "head_dim"),
         ({"intermediate_size": None}, "intermediate_size is missing"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rms_norm_eps": 1e-20}, "rms_norm_eps"),
         ({"rope_theta": 10**400}, "rope_theta"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ],

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minserve.errors import ConfigError, RequestError
 from minserve.text.chat import ChatTemplate
+from minserve.text.tokenizer import Tokenizer
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -299,6 +300,36 @@ def test_a_malformed_template_entry_is_named(folder, write, value):
     write("tokenizer_config.json", {"chat_template": value})
     with pytest.raises(ConfigError, match="chat_template must be"):
         ChatTemplate.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *[
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "generation_config.json",
+            "config.json",
+        ],
+        *["chat_template.jinja", "additional_chat_templates/tool_use.jinja"],
+    ],
+)
+def test_no_link_leads_out_of_the_model_folder(folder, tmp_path_factory, name):
+    outside = tmp_path_factory.mktemp("outside") / "secret"
+    outside.write_text("{}")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ConfigError, match="outside the model folder"):
+        _ = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff", b'{"a":' * 20_000 + b"1" + b"}" * 20_000])
+def test_a_configuration_that_is_no_json_object_is_named(folder, content):
+    (folder / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(folder)
 
 
 def test_a_model_without_a_template_cannot_chat_and_says_what_to_do(folder):

@@ -11,7 +11,8 @@ from minserve.text.tokenizer import Tokenizer
 
 def byte_ids(tokenizer, data):
     """One token for each byte."""
-    by_bytes = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.num_ids)) if tokenizer.is_token(i)}
+    ids = [token_id for start, end in tokenizer.token_id_ranges for token_id in range(start, end)]
+    by_bytes = {tokenizer.token_bytes(token_id): token_id for token_id in reversed(ids)}
     return [by_bytes[bytes([byte])] for byte in data]
 
 

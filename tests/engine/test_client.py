@@ -1,0 +1,86 @@
+"""The two ends of the socket: a real engine process on a tiny model, and the client that started it."""
+
+import asyncio
+import json
+import os
+import signal
+
+import msgspec
+import pytest
+
+from minserve.config import EngineConfig
+from minserve.engine.client import EngineClient
+from minserve.errors import ConfigError, EngineDeadError
+from minserve.protocol import SamplingParams, Submit
+from tests.api.real import engine_process_of
+from tests.engine.tiny import CONFIG
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return EngineConfig(
+        model_path=str(tmp_path), load_format="dummy", device="cpu", dtype="float32", kv_cache_memory=2**22
+    )
+
+
+def request(request_id, **params):
+    return Submit(
+        request_id=request_id, prompt_token_ids=[1, 2, 3], params=SamplingParams(**{"max_tokens": 400} | params)
+    )
+
+
+async def drain(client, submit):
+    return [delta async for delta in client.generate(submit)]
+
+
+async def test_a_stop_gives_every_request_its_last_delta(config):
+    client = await EngineClient.start(config)
+    deltas = client.generate(request("a", ignore_eos=True))
+    await anext(deltas)
+    waiting = asyncio.create_task(drain(client, request("b")))
+    await asyncio.sleep(0)
+    await client.stop()
+    assert [delta.finish_reason async for delta in deltas][-1] == "abort"
+    assert (await waiting)[-1].finish_reason == "abort"
+    with pytest.raises(EngineDeadError):
+        await anext(client.generate(request("c")))
+
+
+async def test_a_request_that_can_never_be_served_ends_with_an_error_and_the_engine_goes_on(config):
+    client = await EngineClient.start(config)
+    try:
+        [refused] = await drain(client, request("a", max_tokens=10_000))
+        assert refused.finish_reason == "error"
+        assert "10000" in refused.error
+        assert (await drain(client, request("b", max_tokens=2)))[-1].finish_reason == "length"
+    finally:
+        await client.stop()
+
+
+@pytest.mark.parametrize("how", ["killed", "sent what it cannot read"])
+async def test_an_engine_that_dies_ends_every_request_and_says_why(config, how):
+    client = await EngineClient.start(config)
+    try:
+        deltas = client.generate(request("a", ignore_eos=True))
+        await anext(deltas)
+        if how == "killed":
+            os.kill(engine_process_of(os.getpid()), signal.SIGKILL)
+        else:
+            unreadable = asyncio.create_task(drain(client, request("b", temperature=-1.0)))
+        with pytest.raises(EngineDeadError, match="-9" if how == "killed" else "ValidationError"):
+            async for _ in deltas:
+                pass
+        assert not client.alive
+        if how != "killed":
+            with pytest.raises(EngineDeadError):
+                await unreadable
+    finally:
+        await client.stop(0)
+
+
+async def test_a_configuration_that_the_engine_refuses_is_told_in_its_words(config):
+    with pytest.raises(ConfigError, match="--max-model-len 4096"):
+        await EngineClient.start(msgspec.structs.replace(config, max_model_len=4096))

@@ -1,0 +1,121 @@
+"""The engine in a script, on a tiny random model: what comes back, and what is refused."""
+
+import json
+
+import pytest
+
+from minserve import LLM, SamplingParams
+from minserve.errors import ConfigError, RequestError
+from minserve.protocol import MAX_REQUEST_STOP_TOKEN_IDS
+from tests.api.tiny import write_model_folder
+from tests.engine.tiny import CONFIG
+
+TINY = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 2**22}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_model_folder(tmp_path_factory.mktemp("tiny"))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 272}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(str(folder), **TINY)
+
+
+def test_prompts_are_texts_or_token_ids_one_or_many(llm):
+    ids = llm.tokenizer.encode("hello", add_special_tokens=True)
+    [text], [one], many = llm.generate("hello"), llm.generate(ids), llm.generate(["hello", ids])
+    assert text.prompt_token_ids == ids
+    assert text.token_ids == one.token_ids == many[0].token_ids == many[1].token_ids
+    assert llm.generate([]) == []
+
+
+def test_a_text_is_what_its_tokens_spell_and_ends_at_max_tokens(llm):
+    [completion] = llm.generate("hello", max_tokens=12, ignore_eos=True, logprobs=2)
+    assert len(completion.token_ids) == len(completion.logprobs) == 12
+    assert completion.text == llm.tokenizer.decode(completion.token_ids)
+    assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+
+
+def test_a_stop_string_ends_text_tokens_and_logprobs_and_the_request(llm):
+    [free] = llm.generate("hello", max_tokens=12, ignore_eos=True)
+    stop = llm.tokenizer.token_text(free.token_ids[5])
+    first = next(i for i, token_id in enumerate(free.token_ids) if stop in llm.tokenizer.token_text(token_id))
+    [completion] = llm.generate("hello", max_tokens=12, ignore_eos=True, logprobs=0, stop=stop)
+    assert completion.token_ids == free.token_ids[: first + 1]
+    assert len(completion.logprobs) == first + 1
+    assert completion.text == free.text[: free.text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    llm.engine.step()
+    assert not llm.engine.has_work
+
+
+def test_one_stop_string_is_not_a_list_of_its_characters(llm):
+    [free] = llm.generate("hello", max_tokens=12, ignore_eos=True)
+    [completion] = llm.generate("hello", max_tokens=12, ignore_eos=True, stop=free.text + "!")
+    assert completion.text == free.text
+
+
+def test_as_many_stop_tokens_as_are_allowed_are_served(llm):
+    ids = list(range(MAX_REQUEST_STOP_TOKEN_IDS))
+    [completion] = llm.generate("hello", max_tokens=4, stop_token_ids=ids, min_tokens=4)
+    assert len(completion.token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"bogus": 1}, "bogus"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"seed": 2**63}, "seed"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {1: 1000.0}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+        ({"stop_token_ids": tuple(range(MAX_REQUEST_STOP_TOKEN_IDS + 1))}, "stop_token_ids"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"max_tokens": 10_000}, "max_tokens"),
+    ],
+)
+def test_an_option_that_cannot_be_served_is_refused_by_name_and_nothing_is_left_behind(llm, options, named):
+    with pytest.raises(RequestError) as caught:
+        llm.generate(["hello", "world"], **options)
+    assert caught.value.param.removesuffix("[...]") == named
+    stop = {"stop": options["stop"]} if "stop" in options else {}
+    if named not in ("bogus", "stop"):
+        with pytest.raises(RequestError):
+            llm.generate("hello", SamplingParams(**{"max_tokens": 4} | options), **stop)
+    assert len(llm.generate("hello", max_tokens=4, ignore_eos=True)[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"bogus": 1}, "bogus"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_model_len": -1}, "max_model_len"),
+        ({"kv_cache_memory": "4GiB"}, "kv_cache_memory"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"eos_token_ids": list(range(33))}, "eos_token_ids"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_by_name(folder, options, named):
+    with pytest.raises(ConfigError, match=named):
+        LLM(str(folder), **TINY | options)
+
+
+def test_chat_answers_the_prompt_that_the_template_writes(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    completion = llm.chat(messages, max_tokens=3, ignore_eos=True)
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert llm.tokenizer.decode(completion.prompt_token_ids, skip_special_tokens=False) == prompt
+    assert len(completion.token_ids) == 3
