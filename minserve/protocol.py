@@ -15,8 +15,10 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_MODEL_END_TOKEN_IDS = 32
 MAX_LOGPROBS = 20
-"""Bounds that the device tables and the messages are built for; the API refuses more."""
+"""Bounds that the device tables and the messages are built for; the API refuses more. A request's stop_token_ids and
+the model's own end tokens share MAX_STOP_TOKEN_IDS places, of which MAX_MODEL_END_TOKEN_IDS are the model's."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

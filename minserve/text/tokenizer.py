@@ -8,7 +8,7 @@ Does not know: chat templates, streams, HTTP. Imports no torch.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import tokenizers
@@ -28,11 +28,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     As in vLLM, `do_sample` is not read: whoever wants greedy text asks for temperature 0.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
 
 
 class Tokenizer:
@@ -113,7 +113,9 @@ class Tokenizer:
         Raises RequestError, naming param, for a text that is no Unicode (lone surrogates).
         """
         check_unicode(text, param)
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike encode, this lets other threads run meanwhile, and it keeps no offsets.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         if add_special_tokens and self.adds_bos and ids[:2] == [self.bos_token_id] * 2:
             del ids[0]
         return ids
