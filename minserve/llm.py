@@ -140,6 +140,8 @@ class LLM:
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_token_id
         if delta.finish_reason is not None:
             completion.text += detokenizer.finish()
+            if detokenizer.stop is not None:
+                completion.finish_reason, completion.stop_reason = "stop", detokenizer.stop
         return delta.finish_reason is not None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 
 from minserve.errors import ConfigError, RequestError
+from minserve.folder import file_in_folder
 from minserve.text.files import read_json_object, read_text
 from minserve.text.sandbox import compile_template
 from minserve.text.tokenizer import read_special_tokens
@@ -112,7 +113,9 @@ def _template_files(folder: Path) -> dict[str, str]:
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (default := folder / "chat_template.jinja").is_file():
         files["default"] = default
-    return {name: read_text(path) for name, path in files.items()}
+    return {
+        name: read_text(file_in_folder(folder, path.relative_to(folder).as_posix())) for name, path in files.items()
+    }
 
 
 def _configured_templates(folder: Path) -> dict[str, str]:

@@ -9,15 +9,18 @@ from typing import Any
 import msgspec
 
 from minserve.errors import ConfigError
+from minserve.folder import file_in_folder
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file. Raises ConfigError if it holds anything else."""
+    """The JSON object in a file; empty if there is no such file. Raises ConfigError if it holds anything else, or is a
+    link out of its folder."""
     if not path.is_file():
         return {}
+    file = file_in_folder(path.parent, path.name)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, OSError) as error:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} is not a JSON object: {error}") from error
 
 

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from minserve.errors import ConfigError, RequestError
+from minserve.folder import file_in_folder
 from minserve.text.files import added_token_text, read_json_object
 from minserve.text.length import read_length_bound
 from minserve.text.pieces import read_pieces
@@ -82,6 +83,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{folder} has no tokenizer.json; give a folder that has one with --tokenizer")
+        path = file_in_folder(folder, path.name)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception.
@@ -197,7 +199,7 @@ def _apply_bos_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any], 
 def _eos_ids(config: dict[str, Any], path: Path) -> list[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+    if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
         raise ConfigError(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of token ids")
     return ids
 

@@ -1,6 +1,7 @@
 """A thousand clients that leave at a random moment, over real connections to the real command."""
 
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -71,10 +72,8 @@ async def leave_at_random(port: int, rng: random.Random) -> None:
         linger = struct.pack("ii", 1, 0)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     writer.close()
-    try:
+    with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
-    except ConnectionError:
-        pass
 
 
 async def greedy_text(http: aiohttp.ClientSession) -> str:
