@@ -59,7 +59,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
-        end_token_ids=config.eos_token_ids,
+        end_token_ids=_end_token_ids(config, model_config.vocab_size),
         prefill_reserve=blocks_for(config.prefill_reserve),
     )
     sampler = Sampler(lanes, model_config.vocab_size, config.token_id_ranges)
@@ -77,6 +77,11 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_num_seqs=config.max_num_seqs,
     )
     return Engine(scheduler, lanes, Runner(model, pages, lanes, sampler), run_ahead=run_ahead, info=info)
+
+
+def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:
+    """The model's end tokens that it can say: some configurations name others."""
+    return tuple(token_id for token_id in config.eos_token_ids if token_id < vocab_size)
 
 
 def _load(

@@ -1,7 +1,7 @@
 """What a request must satisfy before it is queued: the engine's own check, whoever sends it. Imports no torch."""
 
 from minserve.errors import RequestError
-from minserve.protocol import Submit
+from minserve.protocol import MAX_LOGIT_BIAS, MAX_REQUEST_STOP_TOKEN_IDS, Submit
 
 
 def refuse_impossible(submit: Submit, max_model_len: int, vocab_size: int) -> None:
@@ -18,10 +18,12 @@ def refuse_impossible(submit: Submit, max_model_len: int, vocab_size: int) -> No
             param="max_tokens" if num_prompt < max_model_len else "prompt",
             code="context_length_exceeded",
         )
-    for name, ids in (
-        ("prompt", submit.prompt_token_ids),
-        ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", params.logit_bias),
+    for name, ids, most in (
+        ("prompt", submit.prompt_token_ids, max_model_len),
+        ("stop_token_ids", params.stop_token_ids, MAX_REQUEST_STOP_TOKEN_IDS),
+        ("logit_bias", params.logit_bias, MAX_LOGIT_BIAS),
     ):
+        if len(ids) > most:
+            raise RequestError(f"{name} may hold at most {most} entries, got {len(ids)}", param=name)
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise RequestError(f"{name}: token ids must be in 0..{vocab_size - 1}", param=name)

@@ -32,6 +32,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tens
     On a CPU they come from calloc by way of numpy, so that the memory of a page is taken when it is first written.
     torch.zeros would write gigabytes before the first request.
     """
-    if device != "cpu":
+    if device != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -25,7 +25,7 @@ CONFIG = {
 def tiny_engine(folder, **options):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     defaults = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 2**22}
-    return build_engine(EngineConfig(model_path=str(folder), **{**defaults, **options}))
+    return build_engine(EngineConfig.checked(model_path=str(folder), **{**defaults, **options}))
 
 
 def submit(request_id, prompt, **params):

@@ -187,6 +187,7 @@ class World:
         self.in_flight = deque()
         self.plans = []
         self.submitted = {}
+        self.replaced = []
         self.texts = {}
         self.outputs = {}
         self.ends = {}
@@ -201,6 +202,8 @@ class World:
             cache_salt=salt,
         )
         self.scheduler.add(submit)
+        if request_id in self.submitted:
+            self.replaced.append(self.submitted[request_id])
         self.submitted[request_id] = submit
         self.texts[request_id] = Text(submit.prompt_token_ids)
         self.outputs[request_id] = []
@@ -246,10 +249,10 @@ class World:
         """Cached tokens come from the same prefix of a request with the same salt."""
         own = self.submitted[request_id]
         tokens = own.prompt_token_ids[:num_cached]
+        others = self.replaced + [other for name, other in self.submitted.items() if name != request_id]
         assert not num_cached or any(
-            other.cache_salt == own.cache_salt and self.texts[name].upto(num_cached) == tokens
-            for name, other in self.submitted.items()
-            if name != request_id
+            other.cache_salt == own.cache_salt and Text(other.prompt_token_ids).upto(num_cached) == tokens
+            for other in others
         ), f"{request_id} was given another tenant's blocks"
 
     @property

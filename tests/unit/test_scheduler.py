@@ -143,6 +143,7 @@ def test_a_request_id_can_be_used_again_after_its_end(run_ahead):
         ({"max_tokens": 256 - 3 + 1}, "max_tokens"),
         ({"prompt": [1] * 256}, "prompt"),
         ({"stop_token_ids": (50,)}, "stop_token_ids"),
+        ({"stop_token_ids": (1,) * 97}, "stop_token_ids"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias"),
     ],
 )
