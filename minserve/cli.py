@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Libraries are heard when something is wrong only: some log every request that they make.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("minserve").setLevel(args.log_level.upper())
+    # It writes a traceback, with what the client sent, for whatever is no HTTP. Faults of ours are logged by the API.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     try:
         return _serve(args)
     except ConfigError as error:

@@ -16,18 +16,18 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
-"""Widths of the device tables. Of the tokens that end a text some are the model's, the rest a request may name."""
-
 MAX_MODEL_END_TOKEN_IDS = 32
 MAX_REQUEST_STOP_TOKEN_IDS = MAX_STOP_TOKEN_IDS - MAX_MODEL_END_TOKEN_IDS
 MAX_LOGPROBS = 20
+"""Bounds that the device tables and the messages are built for. A request's stop_token_ids and the model's own end
+tokens share MAX_STOP_TOKEN_IDS places."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 

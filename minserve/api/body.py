@@ -15,6 +15,9 @@ from minserve.errors import RequestError, field_fault
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+MAX_NAME_CHARS = 100
+"""A key is quoted in an error up to here: clients choose how long it is."""
+
 
 class UnsupportedMediaTypeError(RequestError):
     """The body is not plain JSON."""
@@ -44,8 +47,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
             parse_float=_finite_float,
         )
         # Only an escape can bring a lone surrogate into text that was valid UTF-8.
-        if b"\\ud" in body or b"\\uD" in body:
-            _refuse_surrogates(value, "")
+        if (b"\\ud" in body or b"\\uD" in body) and (path := _surrogate_path(value)) is not None:
+            param = path.lstrip(".") or None
+            raise RequestError(f"{param or 'the body'}: text holds half of a surrogate pair", param=param)
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError as error:
@@ -72,9 +76,11 @@ def convert(fields: dict[str, Any], kind: type[T], where: str = "") -> T:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in unique if keys.count(key) > 1)
-        raise ValueError(f"the key {json.dumps(repeated)} is given twice")
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {json.dumps(key[:MAX_NAME_CHARS])} is given twice")
+            seen.add(key)
     return unique
 
 
@@ -89,17 +95,26 @@ def _finite_float(text: str) -> float:
     return number
 
 
-def _refuse_surrogates(value: Any, path: str) -> None:
+def _surrogate_path(value: Any) -> str | None:
+    """Where in value there is text with a lone surrogate; None: nowhere."""
     if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            where = path or "the body"
-            raise RequestError(f"{where}: text holds half of a surrogate pair", param=path or None) from None
-    elif isinstance(value, dict):
+        return None if _is_unicode(value) else ""
+    if isinstance(value, dict):
         for key, item in value.items():
-            _refuse_surrogates(key, path)
-            _refuse_surrogates(item, f"{path}.{key}" if path else key)
+            if not _is_unicode(key):
+                return ""
+            if (inner := _surrogate_path(item)) is not None:
+                return f".{key[:MAX_NAME_CHARS]}{inner}"
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _refuse_surrogates(item, f"{path}[{index}]")
+            if (inner := _surrogate_path(item)) is not None:
+                return f"[{index}]{inner}"
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -66,7 +66,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         choices = make_choices(service, asked, prompt, params, answer_id, keep_special_ids=kept_ids)
         answer = ChatAnswer(service, asked, answer_id, model, choices, parser_class)
         if asked.stream:
-            return await stream_events(request, answer.chunks(), service.keep_alive_s)
+            events = answer.chunks()
+            return await stream_events(request, events, keep_alive_s=service.keep_alive_s, stall_s=service.stall_s)
         return json_response(await answer.whole())
 
 

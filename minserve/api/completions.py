@@ -20,11 +20,12 @@ from minserve.api.http import json_response
 from minserve.api.logprobs import completion_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_text, make_choices
 from minserve.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, usage
-from minserve.api.sampling import check_token_ids, fit_context, sampling_params
+from minserve.api.sampling import check_token_ids, context_overflow, fit_context, sampling_params
 from minserve.api.schemas import MAX_CHOICES, CompletionRequest, parse
 from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
 from minserve.errors import RequestError
+from minserve.protocol import Ready
 from minserve.text.detokenizer import Detokenizer
 from minserve.text.output import Piece
 from minserve.text.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     asked = parse(await read_json(request), CompletionRequest)
     model = service.check_model(asked.model)
-    prompts = _prompts(asked.prompt, service.engine.info.vocab_size)
+    prompts = _prompts(asked.prompt, service.engine.info)
     if len(prompts) * asked.n > MAX_CHOICES:
         raise RequestError(
             f"prompts times n may be at most {MAX_CHOICES}, got {len(prompts) * asked.n}", param="prompt"
@@ -50,24 +51,32 @@ async def completions(request: web.Request) -> web.StreamResponse:
     with service.admit(len(prompts) * asked.n):
         answer = await _prepare(service, asked, prompts, model)
         if asked.stream:
-            return await stream_events(request, answer.chunks(), service.keep_alive_s)
+            events = answer.chunks()
+            return await stream_events(request, events, keep_alive_s=service.keep_alive_s, stall_s=service.stall_s)
         return json_response(await answer.whole())
 
 
-def _prompts(prompt: str | list[object], vocab_size: int) -> list[Prompt]:
-    """The prompts of a request in any of OpenAI's four forms: text, texts, token ids, lists of token ids."""
+def _prompts(prompt: str | list[object], info: Ready) -> list[Prompt]:
+    """The prompts of a request in any of OpenAI's four forms: text, texts, token ids, lists of token ids.
+
+    Lists are counted before their members are looked at.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise RequestError("prompt must not be empty", param="prompt")
-    if all(type(item) is int for item in prompt):
+    if type(prompt[0]) is int:
         prompt = [prompt]
+    if len(prompt) > MAX_CHOICES:
+        raise RequestError(f"prompt may hold at most {MAX_CHOICES} prompts, got {len(prompt)}", param="prompt")
     prompts: list[Prompt] = []
     for item in prompt:
         if isinstance(item, str):
             prompts.append(item)
+        elif isinstance(item, list) and len(item) >= info.max_model_len:
+            raise context_overflow(f"{len(item)}", info.max_model_len, "prompt")
         elif isinstance(item, list) and all(type(token_id) is int for token_id in item):
-            check_token_ids(item, vocab_size, "prompt")
+            check_token_ids(item, info.vocab_size, "prompt")
             prompts.append(item)
         else:
             raise RequestError(

@@ -14,14 +14,25 @@ from minserve.errors import EngineError, NotFoundError, OverloadedError, Request
 
 logger = logging.getLogger("minserve.api")
 
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 200
+
 
 def error_response(error: Exception) -> ErrorResponse:
     """What a client is told of an error: only what was meant for it."""
     if isinstance(error, RequestError):
-        return ErrorResponse(ErrorBody(error.message, error.error_type, error.param, error.code))
+        # Messages quote what clients wrote, at any length; and a path may hold bytes that are no UTF-8.
+        message, param = _sendable(error.message, MAX_MESSAGE_CHARS), error.param
+        param = None if param is None else _sendable(param, MAX_PARAM_CHARS)
+        return ErrorResponse(ErrorBody(message, error.error_type, param, error.code))
     if isinstance(error, EngineError):
         return ErrorResponse(ErrorBody(str(error), "internal_server_error", None, "engine_error"))
     return ErrorResponse(ErrorBody("internal server error", "internal_server_error", None, None))
+
+
+def _sendable(text: str, max_chars: int) -> str:
+    text = text if len(text) <= max_chars else text[:max_chars] + "..."
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @web.middleware

@@ -12,13 +12,16 @@ import msgspec
 from minserve.api.body import convert
 from minserve.api.generation import Choice
 from minserve.api.messages import Message, Tool
-from minserve.api.sampling import choice_seed, context_overflow
+from minserve.api.sampling import check_token_ids, choice_seed, context_overflow
 from minserve.api.schemas import ChatRequest, GenerationRequest, TokenizeRequest
-from minserve.api.service import Service
+from minserve.api.service import LONG_TEXT_CHARS, Service
 from minserve.errors import RequestError
 from minserve.protocol import SamplingParams, Submit
 from minserve.text.detokenizer import Detokenizer
 from minserve.text.output import Output
+
+CHARS_PER_MESSAGE = 64
+"""What a message costs a template beside its text."""
 
 
 async def encode_text(service: Service, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
@@ -27,9 +30,12 @@ async def encode_text(service: Service, text: str, *, add_special_tokens: bool, 
     at_least = service.tokenizer.min_tokens_lower_bound(text)
     if at_least >= max_model_len:
         raise context_overflow(f"at least {at_least}", max_model_len, param)
-    return await service.off_loop(
+    token_ids = await service.off_loop(
         len(text), lambda: service.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
     )
+    # A tokenizer may have more tokens than its model.
+    check_token_ids(token_ids, service.engine.info.vocab_size, param)
+    return token_ids
 
 
 async def encode_chat(
@@ -39,20 +45,20 @@ async def encode_chat(
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not request.continue_final_message
-    shown = [_template_message(message, index) for index, message in enumerate(messages)]
-    tools = _checked_tools(request)
-    size = sum(_num_chars(message) for message in messages)
+    max_model_len = service.engine.info.max_model_len
+    if len(messages) >= max_model_len:
+        raise context_overflow(f"at least {len(messages)}", max_model_len, "messages")
 
     def render() -> str:
         return service.template.render(
-            shown,
-            tools=tools or None,
+            [_template_message(message, index) for index, message in enumerate(messages)],
+            tools=_checked_tools(request) or None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=request.continue_final_message,
             template_kwargs=request.chat_template_kwargs,
         )
 
-    text = await service.off_loop(size, render)
+    text = await service.off_loop(_num_chars(request, messages), render)
     return await encode_text(service, text, add_special_tokens=add_special_tokens, param="messages")
 
 
@@ -83,7 +89,7 @@ def make_choices(
             request_id=f"{answer_id}-{index}",
             prompt_token_ids=prompt_token_ids,
             params=msgspec.structs.replace(params, seed=choice_seed(params.seed, number)),
-            cache_salt=request.cache_salt,
+            cache_salt=request.cache_salt or "",
         )
         output = Output(index, submit.params, detokenizer)
         choices.append(Choice(submit, output, service.metrics.start(len(prompt_token_ids))))
@@ -122,7 +128,14 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
     return shown | {name: value for name, value in optional.items() if value is not None}
 
 
-def _num_chars(message: Message) -> int:
+def _num_chars(request: ChatRequest | TokenizeRequest, messages: Sequence[Message]) -> int:
+    """How much there is to render, roughly: what cannot be told cheaply counts as long."""
+    if request.tools or request.chat_template_kwargs or any(message.tool_calls for message in messages):
+        return LONG_TEXT_CHARS
+    return sum(CHARS_PER_MESSAGE + _num_content_chars(message) for message in messages)
+
+
+def _num_content_chars(message: Message) -> int:
     if isinstance(message.content, list):
         return sum(len(str(part.get("text", ""))) for part in message.content)
     return len(message.content or "")

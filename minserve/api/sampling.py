@@ -6,7 +6,7 @@ Does not know: HTTP, text.
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from minserve.api.schemas import GenerationRequest
 from minserve.errors import RequestError
@@ -70,11 +70,11 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def check_token_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises RequestError for the first id that is not in the vocabulary."""
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(f"{param}: token ids must be from 0 to {vocab_size - 1}, got {token_id}", param=param)
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise RequestError(f"{param}: token ids must be from 0 to {vocab_size - 1}, got {wrong}", param=param)
 
 
 def fit_context(num_prompt_tokens: int, limit: int | None, default: int | None, max_model_len: int, param: str) -> int:

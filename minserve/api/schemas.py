@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from minserve.api.body import convert
+from minserve.api.body import MAX_NAME_CHARS, convert
 from minserve.api.messages import Message
 from minserve.errors import RequestError
 from minserve.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REQUEST_STOP_TOKEN_IDS
@@ -19,6 +19,7 @@ MAX_CHOICES = 1024
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 256
 
 
 class Bound(NamedTuple):
@@ -44,7 +45,7 @@ BOUNDS: dict[str, Bound] = {
     "top_p": Bound(0, 1, open=True),
     "top_k": Bound(-1, 2**31 - 1),
     "min_p": Bound(0, 1),
-    "repetition_penalty": Bound(0, 100, open=True),
+    "repetition_penalty": Bound(0.01, 100),
     "presence_penalty": Bound(-2, 2),
     "frequency_penalty": Bound(-2, 2),
     "seed": Bound(-(2**63), 2**63 - 1),
@@ -125,7 +126,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = None
-    cache_salt: str = ""
+    cache_salt: str | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -215,9 +216,10 @@ def _check_names(fields: dict[str, Any], known: set[str]) -> None:
                 continue
             allowed = f"; allowed: {', '.join(map(repr, neutral))} or absent" if neutral else ""
             raise RequestError(f"{name} is not supported{allowed}", param=name, code="unsupported_parameter")
+        name = name[:MAX_NAME_CHARS]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise RequestError(f"unknown field {name[:100]!r}{hint}", param=name[:100], code="unknown_parameter")
+        raise RequestError(f"unknown field {name!r}{hint}", param=name, code="unknown_parameter")
 
 
 def _check_generation(request: GenerationRequest) -> None:
@@ -233,5 +235,8 @@ def _check_generation(request: GenerationRequest) -> None:
         raise RequestError(f"min_tokens must be at most max_tokens ({request.limit})", param="min_tokens")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
+    salt = request.cache_salt
+    if salt is not None and not (1 <= len(salt) <= MAX_SALT_CHARS and salt.isprintable()):
+        raise RequestError(f"cache_salt must be 1 to {MAX_SALT_CHARS} printable characters", param="cache_salt")
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs is not available when stream is true", param="prompt_logprobs")

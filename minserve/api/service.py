@@ -29,6 +29,9 @@ FULL_RETRY_AFTER_S = 2
 KEEP_ALIVE_S = 10.0
 """Proxies cut connections that are silent for some 30 to 60 seconds."""
 
+STALL_S = 30.0
+"""A client that reads nothing for so long holds a place that others want."""
+
 T = TypeVar("T")
 
 
@@ -43,12 +46,14 @@ class Service:
         template: ChatTemplate,
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
+        stall_s: float = STALL_S,
     ) -> None:
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
         self.template = template
         self.keep_alive_s = keep_alive_s
+        self.stall_s = stall_s
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name, lambda: engine.stats)
         self.draining = False

@@ -34,6 +34,9 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     asked = parse(await read_json(request), DetokenizeRequest)
     service.check_model(asked.model)
+    longest = service.engine.info.max_model_len
+    if len(asked.tokens) > longest:
+        raise RequestError(f"tokens may hold at most {longest} ids, got {len(asked.tokens)}", param="tokens")
     check_token_ids(asked.tokens, service.engine.info.vocab_size, "tokens")
     text = await service.off_loop(
         len(asked.tokens), lambda: service.tokenizer.decode(asked.tokens, skip_special_tokens=False)

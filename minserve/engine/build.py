@@ -19,7 +19,7 @@ from minserve.memory.pages import KVPages
 from minserve.models.causal_lm import CausalLM
 from minserve.models.config import ModelConfig
 from minserve.models.registry import build_model
-from minserve.protocol import Ready
+from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, Ready
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
 from minserve.weights.loader import Progress, init_dummy_weights, load_weights
@@ -50,7 +50,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
-        end_token_ids=config.eos_token_ids,
+        end_token_ids=_end_token_ids(config, model_config.vocab_size),
     )
     sampler = Sampler(lanes, model_config.vocab_size, config.token_id_ranges)
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
@@ -66,6 +66,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_num_seqs=config.max_num_seqs,
     )
     return Engine(scheduler, lanes, Runner(model, pages, lanes, sampler), run_ahead=run_ahead, info=info)
+
+
+def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:
+    """The model's end tokens that it can say: some configurations name others."""
+    ids = tuple(token_id for token_id in config.eos_token_ids if token_id < vocab_size)
+    if len(ids) > MAX_MODEL_END_TOKEN_IDS:
+        raise ConfigError(f"the model has {len(ids)} end tokens; at most {MAX_MODEL_END_TOKEN_IDS} are supported")
+    return ids
 
 
 def _load(

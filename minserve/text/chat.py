@@ -8,6 +8,7 @@ them from Python's internals; how long they run and how much they write is not l
 """
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 _RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 """What a request may not set through chat_template_kwargs: it has fields of its own, or is not for clients."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class ChatTemplate:
@@ -135,8 +138,9 @@ def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
     # Whatever a template raises, from raise_exception to a type error in one of its expressions, is its answer to this
     # request and no fault of the server.
     except Exception as error:
-        # Its words may quote the request, whose strings may hold lone surrogates: those cannot be sent back.
-        reason = str(error).encode(errors="replace").decode() or type(error).__name__
+        # Its words may quote the request, whose strings may hold lone surrogates: those cannot be sent back. Nor may
+        # the addresses that Python's default representations show.
+        reason = _ADDRESS.sub("", str(error)).encode(errors="replace").decode() or type(error).__name__
         raise RequestError(f"the chat template cannot render this request: {reason}", param="messages") from error
 
 

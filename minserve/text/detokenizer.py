@@ -95,11 +95,19 @@ class Detokenizer:
         return TextDelta(text=text, num_tokens=self._num_tokens, stop=self._stop, offsets=offsets)
 
     def finish(self) -> str:
-        """No more tokens: the text held back, and U+FFFD for a character that was cut. Nothing after a stop string."""
-        if self._stop is not None:
-            return ""
-        text, self._held = self._held + self._strip(self._utf8.decode(b"", final=True)), ""
+        """No more tokens: the text held back, and U+FFFD for a character that was cut. Nothing after a stop string.
+
+        That last character may complete one, which `stop` then is.
+        """
+        if self._stop is None:
+            self._append(self._strip(self._utf8.decode(b"", final=True)))
+        text, self._held = self._held, ""
         return text
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text, if one has."""
+        return self._stop
 
     def _prompt_tail(self, prompt_token_ids: Sequence[int]) -> bytes:
         """The last bytes of the prompt's text, enough for any cut character; few ids make them."""

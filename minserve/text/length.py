@@ -17,16 +17,27 @@ _KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace")
 
 
 class LengthBound(msgspec.Struct, frozen=True):
-    """A token stands for at most chars_per_token characters of normalized text, the vanishing ones apart."""
+    """A token stands for at most bytes_per_token bytes of normalized text, the vanishing characters apart.
 
-    chars_per_token: int
+    keeps_bytes: neither normalization nor spelling makes fewer bytes of a text. If not, one character may stand for up
+        to four; ASCII stays as it is.
+    """
+
+    bytes_per_token: int
     vanishing: str
+    keeps_bytes: bool
 
     def min_tokens(self, text: str) -> int:
         """At least so many tokens has text. Linear in its length, at the speed of a memory scan."""
-        num_chars = len(text) - sum(text.count(char) for char in self.vanishing)
-        # Unicode normalization leaves ASCII alone.
-        return -(-num_chars // (self.chars_per_token if text.isascii() else 4 * self.chars_per_token))
+        num_vanishing = sum(text.count(char) for char in self.vanishing)
+        if text.isascii():
+            return -(-(len(text) - num_vanishing) // self.bytes_per_token)
+        if not self.keeps_bytes:
+            return -(-(len(text) - num_vanishing) // (4 * self.bytes_per_token))
+        # The first byte of a character may leave no trace; lone surrogates are refused later.
+        num_first = len(text) - len(text.encode("ascii", "ignore"))
+        num_bytes = len(text.encode("utf-8", "surrogatepass")) - num_first - num_vanishing
+        return -(-num_bytes // self.bytes_per_token)
 
 
 def read_length_bound(spec: Mapping[str, Any], pieces: Pieces) -> LengthBound | None:
@@ -46,14 +57,26 @@ def read_length_bound(spec: Mapping[str, Any], pieces: Pieces) -> LengthBound | 
     missing = [byte for byte in range(0xC0) if bytes([byte]) not in spelled]
     if any(byte >= 0x80 for byte in missing):
         return None
-    # A piece has at least as many bytes as characters.
     longest = max(len(piece) for piece in spelled if piece is not None)
-    return LengthBound(chars_per_token=longest, vanishing="".join(map(chr, missing)))
+    # SentencePiece spells a space with a character of three bytes, which a text may hold as well.
+    keeps_bytes = _has(spec, "ByteLevel") and not _has(spec, "Metaspace") and not _shrinks(spec.get("normalizer"))
+    return LengthBound(bytes_per_token=longest, vanishing="".join(map(chr, missing)), keeps_bytes=keeps_bytes)
 
 
 def _has(spec: Mapping[str, Any], kind: str) -> bool:
     part = spec.get("pre_tokenizer") or {}
     return kind in [part.get("type"), *(inner.get("type") for inner in part.get("pretokenizers", []))]
+
+
+def _shrinks(part: Mapping[str, Any] | None) -> bool:
+    """Whether a normalizer may make fewer bytes of a text."""
+    if part is None:
+        return False
+    if part.get("type") == "Sequence":
+        return any(_shrinks(inner) for inner in part.get("normalizers", []))
+    if part.get("type") == "Replace":
+        return len(part.get("content", "").encode()) < len(part.get("pattern", {}).get("String", "").encode())
+    return part.get("type") != "Prepend"
 
 
 def _keeps_text(part: Mapping[str, Any] | None) -> bool:

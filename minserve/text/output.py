@@ -72,7 +72,9 @@ class Output:
         elif delta.finish_reason is not None:
             piece.text += self._detokenizer.finish()
             piece.finish_reason = delta.finish_reason
-            if delta.stop_token_id in self._stop_token_ids:
+            if self._detokenizer.stop is not None:
+                piece.finish_reason, piece.stop_reason = "stop", self._detokenizer.stop
+            elif delta.stop_token_id in self._stop_token_ids:
                 piece.stop_reason = delta.stop_token_id
         self.num_tokens = update.num_tokens
         return piece

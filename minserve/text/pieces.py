@@ -17,6 +17,9 @@ import msgspec
 
 from minserve.errors import ConfigError
 
+MAX_IDS = 2**24
+"""Far more than any vocabulary has. A table is made that is as long as the greatest id."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -55,7 +58,10 @@ def read_pieces(decoder: Mapping[str, Any] | None, vocab: Mapping[str, int]) -> 
         spelling.prefix, spelling.strip_left = " ", 1
     else:
         _read_decoder(decoder, spelling)
-    pieces: list[bytes | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    num_ids = max(vocab.values(), default=-1) + 1
+    if num_ids > MAX_IDS:
+        raise ConfigError(f"tokenizer.json: the token id {num_ids - 1} is above {MAX_IDS - 1}")
+    pieces: list[bytes | None] = [None] * num_ids
     byte_table = _byte_level_table()
     for token, token_id in vocab.items():
         pieces[token_id] = _spell(token, spelling, byte_table)

@@ -112,7 +112,9 @@ class Tokenizer:
         Raises RequestError, naming param, for a text that is no Unicode (lone surrogates).
         """
         check_unicode(text, param)
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike encode, this lets other threads run meanwhile, and it keeps no offsets.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         if add_special_tokens and self.adds_bos and ids[:2] == [self.bos_token_id] * 2:
             del ids[0]
         return ids
@@ -202,7 +204,7 @@ def _apply_bos_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any], 
 def _eos_ids(config: dict[str, Any], path: Path) -> list[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+    if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
         raise ConfigError(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of token ids")
     return ids
 

@@ -101,6 +101,7 @@ async def start(model_folder) -> AsyncIterator[Callable[..., Any]]:
             folder=model_folder,
             engine_options=None,
             keep_alive_s: float = 3600.0,
+            stall_s: float = 3600.0,
             key: str | None = None,
             run: bool = True,
             **options,
@@ -109,7 +110,7 @@ async def start(model_folder) -> AsyncIterator[Callable[..., Any]]:
             engine = FakeEngine(tokenizer, **(engine_options or {}))
             config = ServerConfig(**{"model_path": str(folder), "served_model_names": (MODEL,)} | options)
             sock: socket.socket = bind("127.0.0.1", 0)
-            service = Service(config, engine, tokenizer, template, keep_alive_s=keep_alive_s)
+            service = Service(config, engine, tokenizer, template, keep_alive_s=keep_alive_s, stall_s=stall_s)
             server = Server(service, sock)
             await server.start()
             port = sock.getsockname()[1]

@@ -107,6 +107,18 @@ async def test_a_client_that_leaves_before_the_first_token_ends_its_request_stre
         assert running.engine.aborted[-1] == running.engine.submits[-1].request_id
 
 
+async def test_a_client_that_stops_reading_is_taken_for_gone(start):
+    running = await start(stall_s=0.2)
+    running.engine.reply = "x" * 3000
+    body = chat_body(stream=True, n=20, logprobs=True, top_logprobs=20, max_tokens=3000)
+    _, writer = await open_stream(running, body)
+    await running.engine.until(lambda engine: len(engine.submits) == 20)
+    await running.engine.until(lambda engine: not engine.running)
+    assert running.engine.aborted
+    await asyncio.wait_for(running.service.wait_idle(), 10)
+    writer.close()
+
+
 async def test_a_client_that_leaves_does_not_touch_the_others(running):
     running.engine.hold_at = 2
     staying = asyncio.create_task(running.chat_events())

@@ -2,9 +2,12 @@
 
 import json
 
+import msgspec
 import pytest
 
+from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, MAX_STOP_TOKEN_IDS
 from tests.api.conftest import chat_body
+from tests.api.tiny import SPECIAL_TOKENS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -34,7 +37,7 @@ def completion_body(**fields):
         ("top_p", 1.01, "at most 1"),
         ("top_k", -2, "at least -1"),
         ("min_p", 1.5, "at most 1"),
-        ("repetition_penalty", 0, "above 0"),
+        ("repetition_penalty", 0, "at least 0.01"),
         ("presence_penalty", 2.5, "at most 2"),
         ("frequency_penalty", -2.5, "at least -2"),
         ("n", 0, "at least 1"),
@@ -64,10 +67,13 @@ async def test_a_number_out_of_bounds_is_refused_with_the_bound(running, name, v
         ("seed", "x"),
         ("ignore_eos", 1),
         ("cache_salt", 5),
+        ("cache_salt", ""),
+        ("cache_salt", "x" * 257),
+        ("cache_salt", "\0"),
         ("model", 5),
     ],
 )
-async def test_a_wrong_type_is_refused_by_name(running, name, value):
+async def test_a_wrong_value_is_refused_by_name(running, name, value):
     await refused(running, CHAT, chat_body(**{name: value}), name, name)
     await refused(running, COMPLETIONS, completion_body(**{name: value}), name, name)
 
@@ -145,6 +151,29 @@ async def test_stop_strings_that_are_empty_too_long_or_too_many_are_refused(runn
 
 async def test_stop_token_ids_outside_the_vocabulary_are_refused(running):
     await refused(running, CHAT, chat_body(stop_token_ids=[999999]), "stop_token_ids", "from 0 to")
+
+
+async def test_stop_token_ids_leave_room_for_the_models_own_ends(running):
+    most = MAX_STOP_TOKEN_IDS - MAX_MODEL_END_TOKEN_IDS
+    await refused(running, CHAT, chat_body(stop_token_ids=list(range(most + 1))), "stop_token_ids", f"{most}")
+    await running.chat(stop_token_ids=list(range(100, 100 + most)))
+
+
+async def test_lists_are_counted_before_their_members_are_looked_at(running):
+    longest = running.engine.info.max_model_len
+    for prompt, words in (([1] * longest + ["x"], "maximum context"), (["a"] * 1024 + [{}], "at most 1024")):
+        await refused(running, COMPLETIONS, {"prompt": prompt}, "prompt", words)
+    await refused(running, "/detokenize", {"tokens": [-1] * (longest + 1)}, "tokens", f"at most {longest}")
+    messages = [{"role": "user", "content": ""}] * longest
+    await refused(running, CHAT, {"messages": messages}, "messages", "maximum context")
+
+
+async def test_a_text_whose_tokens_the_model_lacks_is_refused(running):
+    # Some tokenizers have more tokens than their model.
+    info = running.engine.info
+    running.engine.info = msgspec.structs.replace(info, vocab_size=info.vocab_size - len(SPECIAL_TOKENS))
+    await refused(running, COMPLETIONS, {"prompt": "a<|im_start|>"}, "prompt", "from 0 to")
+    await running.complete(prompt="a")
 
 
 async def test_min_tokens_above_max_tokens_are_refused(running):
@@ -239,6 +268,46 @@ async def test_a_body_that_is_no_plain_json_object_is_refused(running, body):
     assert status == 400, answer
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert not running.engine.submits
+
+
+HALF = b'"\\ud83d"'
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt":' + HALF + b"}", "prompt"),
+        (b'{"prompt":"a","metadata":{"k":[1,{"x":' + HALF + b"}]}}", "metadata.k[1].x"),
+        (b'{"prompt":"a","metadata":{' + HALF + b":1}}", "metadata"),
+        (b"{" + HALF + b":1}", None),
+    ],
+)
+async def test_half_a_surrogate_pair_is_refused_by_its_place(running, body, param):
+    await refused(running, COMPLETIONS, body, param, "surrogate")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"a","' + b"x" * 10**6 + b'":1}',
+        b'{"prompt":"a","' + b"x" * 400_000 + b'":1,"' + b"x" * 400_000 + b'":1}',
+        b'{"prompt":"a","metadata":' + b'{"%s":' % (b"x" * 2000) * 400 + HALF + b"}" * 400 + b"}",
+        b'{"prompt":"a","model":"' + b"x" * 10**6 + b'"}',
+        b'{"prompt":"a","suffix":"' + b"x" * 10**6 + b'"}',
+        b'{"prompt":"a","stream_options":{"' + b"x" * 10**6 + b'":1}}',
+    ],
+    ids=range(6),
+)
+async def test_an_error_quotes_little_of_what_was_sent(running, body):
+    status, answer = await running.post(COMPLETIONS, body)
+    assert status in (400, 404)
+    assert len(json.dumps(answer)) < 2000
+
+
+async def test_a_key_given_twice_is_found_among_many(running):
+    keys = ",".join(f'"k{number}":1' for number in range(60_000))
+    # Quadratic time would be minutes.
+    await refused(running, COMPLETIONS, f'{{{keys},"k59999":1}}'.encode(), None, '"k59999" is given twice')
 
 
 async def test_deeply_nested_values_in_free_fields_are_answered_not_crashed_on(running):

@@ -39,5 +39,24 @@ def write_model_folder(folder: Path, *, with_template: bool = True, generation_c
     return folder
 
 
+def write_random_model(folder: Path) -> None:
+    """Make the folder one that `--load-format dummy` serves: two layers, random weights."""
+    vocab_size = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def load(folder: Path) -> tuple[Tokenizer, ChatTemplate]:
     return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)

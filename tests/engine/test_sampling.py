@@ -5,6 +5,8 @@ import random
 
 import pytest
 
+from minserve.errors import ConfigError
+from minserve.protocol import MAX_MODEL_END_TOKEN_IDS
 from tests.engine.tiny import VOCAB, finish, submit, tiny_engine, tokens
 
 PROMPT = [5, 17, 3, 44, 9]
@@ -175,3 +177,19 @@ def test_prompt_logprobs_are_the_same_in_chunks(engine, tmp_path):
         for each in (engine, small)
     )
     assert [entry.logprob for entry in chunked[1:]] == pytest.approx([e.logprob for e in whole[1:]], abs=1e-3)
+
+
+def test_end_tokens_beyond_the_vocabulary_are_not_looked_at(tmp_path):
+    engine = tiny_engine(tmp_path, eos_token_ids=(VOCAB, 10**6))
+    assert len(tokens(engine, [1, 2, 3], min_tokens=2, max_tokens=4, temperature=0.0)) == 4
+
+
+def test_more_end_tokens_than_there_are_places_for_are_refused_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="end tokens"):
+        tiny_engine(tmp_path, eos_token_ids=tuple(range(MAX_MODEL_END_TOKEN_IDS + 1)))
+
+
+def test_the_most_stop_tokens_that_a_client_may_send_fit_beside_the_models_own(tmp_path):
+    engine = tiny_engine(tmp_path, eos_token_ids=tuple(range(MAX_MODEL_END_TOKEN_IDS)))
+    stops = tuple(range(VOCAB - 1))
+    assert len(tokens(engine, [1, 2, 3], stop_token_ids=stops, min_tokens=2, max_tokens=4, temperature=0.0)) >= 2

@@ -336,3 +336,19 @@ def test_a_model_without_a_template_cannot_chat_and_says_what_to_do(folder):
     with pytest.raises(RequestError, match="--chat-template") as caught:
         ChatTemplate.from_folder(folder).render([USER])
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_a_template_that_leads_out_of_the_folder_is_refused(folder, name):
+    # Whoever may ask could read the file through it.
+    (folder / "additional_chat_templates").mkdir()
+    (folder / name).symlink_to("/etc/passwd")
+    with pytest.raises(ConfigError, match="outside the model folder"):
+        ChatTemplate.from_folder(folder)
+
+
+def test_what_a_template_says_of_python_objects_has_no_addresses():
+    template = ChatTemplate({"default": "{{ raise_exception(messages[0].items | string) }}"})
+    with pytest.raises(RequestError) as caught:
+        template.render([{"role": "user", "content": "a"}])
+    assert "0x" not in caught.value.message

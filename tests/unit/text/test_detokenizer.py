@@ -216,3 +216,11 @@ def test_offsets_are_where_each_token_begins_in_the_text(byte_level):
     assert Detokenizer(byte_level).push(ids).offsets == [0, 1, 1, 1, 2]
     detokenizer = Detokenizer(byte_level)
     assert [offset for i in ids for offset in detokenizer.push([i]).offsets] == [0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "Hello"), (True, "Hello \ufffd")])
+def test_a_stop_string_that_the_cut_character_completes_ends_the_text(byte_level, include, text):
+    ids = byte_ids(byte_level, b"Hello " + "🌶".encode()[:2])
+    detokenizer = Detokenizer(byte_level, stop=(" \ufffd",), include_stop_str_in_output=include)
+    assert detokenizer.push(ids).text + detokenizer.finish() == text
+    assert detokenizer.stop == " \ufffd"

@@ -1,4 +1,7 @@
 import json
+import sys
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -101,7 +104,7 @@ def test_ranges_leave_out_the_holes_of_a_vocabulary():
     assert tokenizer.token_id_ranges == ((0, 2), (4, 5), (7, 8))
 
 
-@given(text=st.text(max_size=60))
+@given(text=st.text(max_size=60) | st.text("▁ a世", max_size=60) | st.integers(1, 500).map(lambda n: "▁" * n))
 def test_no_text_has_fewer_tokens_than_its_lower_bound(byte_level, sentencepiece, text):
     for tokenizer in (byte_level, sentencepiece):
         assert tokenizer.min_tokens_lower_bound(text) <= len(tokenizer.encode(text, add_special_tokens=False))
@@ -111,6 +114,38 @@ def test_the_lower_bound_grows_with_the_text(tokenizer):
     longest = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.token_id_ranges[-1][1]))
     assert tokenizer.min_tokens_lower_bound("a" * longest * 1000) == 1000
     assert tokenizer.min_tokens_lower_bound("é" * longest * 1000) >= 250
+
+
+def test_the_lower_bound_counts_bytes_where_no_text_loses_any(byte_level):
+    longest = max(len(byte_level.token_bytes(token_id)) for token_id in range(byte_level.token_id_ranges[-1][1]))
+    assert byte_level.min_tokens_lower_bound("世" * longest * 1000) >= 2000
+
+
+@pytest.fixture
+def no_forced_switches():
+    """A thread keeps the GIL until it gives it up by itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_other_threads_run_while_a_text_is_tokenized(byte_level, no_forced_switches):
+    ticks, stop = [0], threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks[0] += 1
+            time.sleep(0)
+
+    other = threading.Thread(target=tick)
+    other.start()
+    before = ticks[0]
+    byte_level.encode("a" * 200_000, add_special_tokens=False)
+    during = ticks[0] - before
+    stop.set()
+    other.join()
+    assert during > 0
 
 
 @given(text=st.text("\x04\x06a é\U000f0000", max_size=40))
@@ -173,10 +208,12 @@ def test_sampling_defaults_are_what_generation_config_says_and_nothing_else(fold
     [
         ("generation_config.json", {"temperature": "hot"}, "temperature"),
         ("generation_config.json", {"temperature": -1}, "temperature"),
-        ("generation_config.json", {"top_p": 1.5}, "top_p"),
+        ("generation_config.json", {"top_p": 7}, "top_p"),
+        ("generation_config.json", {"top_k": 2**40}, "top_k"),
         ("generation_config.json", {"repetition_penalty": 0}, "repetition_penalty"),
         ("generation_config.json", {"eos_token_id": "two"}, "eos_token_id"),
         ("config.json", {"eos_token_id": [1, -1]}, "eos_token_id"),
+        ("config.json", {"eos_token_id": 2**70}, "eos_token_id"),
         ("tokenizer_config.json", ["not an object"], "tokenizer_config.json"),
     ],
 )
@@ -184,6 +221,27 @@ def test_malformed_files_are_named(folder, write, name, value, message):
     write(name, value)
     with pytest.raises(ConfigError, match=message):
         Tokenizer.from_folder(folder)
+
+
+DEEP = '{"a":' * 50_000 + "1" + "}" * 50_000
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"])
+def test_a_file_that_is_nested_too_deeply_or_leads_out_of_the_folder_is_refused(folder, tmp_path_factory, name):
+    (folder / name).write_text(DEEP)
+    with pytest.raises(ConfigError, match=name):
+        Tokenizer.from_folder(folder)
+    (folder / name).unlink()
+    outside = tmp_path_factory.mktemp("outside") / name
+    outside.write_text("{}")
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ConfigError, match="outside the model folder"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_token_id_beyond_any_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match="4000000000"):
+        read_pieces(None, {"a": 4_000_000_000})
 
 
 def test_a_missing_or_broken_tokenizer_json_is_named(tmp_path):
