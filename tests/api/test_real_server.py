@@ -135,7 +135,9 @@ async def test_a_client_that_leaves_frees_its_place(real_server, http):
             )
             await until_gauge(http, real_server, "vllm:num_requests_running", 1)
             if stream:
-                await first_chunk(await post)
+                response = await post
+                await first_chunk(response)
+                response.close()
             else:
                 post.cancel()
                 await asyncio.gather(post, return_exceptions=True)
