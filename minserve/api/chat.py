@@ -33,7 +33,7 @@ from minserve.api.responses import (
     Usage,
     usage,
 )
-from minserve.api.sampling import fit_context, sampling_params
+from minserve.api.sampling import check_prompt_logprobs, fit_context, sampling_params
 from minserve.api.schemas import ChatRequest, parse
 from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
@@ -51,6 +51,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     parser_class = _tool_parser(asked, service.config)
     with service.admit(asked.n):
         prompt = await encode_chat(service, asked, asked.messages, add_special_tokens=asked.add_special_tokens)
+        check_prompt_logprobs(len(prompt) * asked.n, asked.prompt_logprobs, "prompt_logprobs")
         info = service.engine.info
         params = sampling_params(
             asked,

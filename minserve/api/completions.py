@@ -20,7 +20,7 @@ from minserve.api.http import json_response
 from minserve.api.logprobs import completion_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_text, make_choices
 from minserve.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, usage
-from minserve.api.sampling import check_token_ids, context_overflow, fit_context, sampling_params
+from minserve.api.sampling import check_prompt_logprobs, check_token_ids, context_overflow, fit_context, sampling_params
 from minserve.api.schemas import MAX_CHOICES, CompletionRequest, parse
 from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
@@ -95,6 +95,7 @@ async def _prepare(
     choices: list[Choice] = []
     echoes: list[Echo | None] = []
     info = service.engine.info
+    num_prompt_tokens = 0
     for prompt in prompts:
         if isinstance(prompt, str):
             token_ids = await encode_text(
@@ -104,11 +105,15 @@ async def _prepare(
             token_ids = prompt
         if not token_ids:
             raise RequestError("prompt must not be empty", param="prompt")
+        num_prompt_tokens += len(token_ids) * request.n
+        echoed = request.echo and request.logprobs is not None
+        of_prompt = request.logprobs if echoed else request.prompt_logprobs
+        check_prompt_logprobs(num_prompt_tokens, of_prompt, "logprobs" if echoed else "prompt_logprobs")
         params = sampling_params(
             request,
             max_tokens=fit_context(len(token_ids), request.limit, DEFAULT_MAX_TOKENS, info.max_model_len, "prompt"),
             logprobs=request.logprobs,
-            prompt_logprobs=request.logprobs if request.echo else request.prompt_logprobs,
+            prompt_logprobs=of_prompt,
             info=info,
             defaults=service.tokenizer.sampling_defaults,
         )
@@ -204,7 +209,7 @@ class CompletionAnswer:
             logprobs = completion_logprobs(tokenizer, piece.token_ids, piece.logprobs, offsets)
         if not first or echo is None:
             return piece.text, logprobs
-        if piece.prompt_logprobs is not None:
+        if piece.prompt_logprobs is not None and self._request.logprobs is not None:
             prompt = self._choices[piece.index].submit.prompt_token_ids
             of_prompt = completion_logprobs(tokenizer, prompt, piece.prompt_logprobs, echo.offsets)
             logprobs = _joined(of_prompt, logprobs)

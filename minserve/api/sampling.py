@@ -16,6 +16,9 @@ from minserve.text.tokenizer import SamplingDefaults
 GREEDY_BELOW = 1e-5
 """A smaller temperature would overflow the logits, and means greedy."""
 
+MAX_PROMPT_LOGPROBS = 2**20
+"""Entries that one answer may report of its prompts: they are all in memory at once, at some 300 bytes each."""
+
 OPENAI_DEFAULTS: dict[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -75,6 +78,16 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise RequestError(f"{param}: token ids must be from 0 to {vocab_size - 1}, got {wrong}", param=param)
+
+
+def check_prompt_logprobs(num_prompt_tokens: int, num_top: int | None, param: str) -> None:
+    """Raises RequestError for more than can be held. num_prompt_tokens: of all choices together."""
+    if num_top is not None and num_prompt_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"{param}: {num_top} alternatives for each of {num_prompt_tokens} prompt tokens (of all choices together) "
+            f"are too many; one answer may hold {MAX_PROMPT_LOGPROBS} log probabilities of prompts",
+            param=param,
+        )
 
 
 def fit_context(num_prompt_tokens: int, limit: int | None, default: int | None, max_model_len: int, param: str) -> int:

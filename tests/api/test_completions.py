@@ -90,3 +90,9 @@ async def test_prompt_logprobs_have_an_entry_a_token_and_none_for_the_first(runn
 async def test_the_cache_salt_reaches_the_engine(running):
     await running.complete(cache_salt="tenant")
     assert running.engine.submits[0].cache_salt == "tenant"
+
+
+async def test_prompt_logprobs_beside_echo_are_not_forgotten(running):
+    choice = (await running.complete(prompt=[5, 6, 7], echo=True, prompt_logprobs=1))["choices"][0]
+    assert len(choice["prompt_logprobs"]) == 3
+    assert choice["logprobs"] is None

@@ -168,6 +168,15 @@ async def test_lists_are_counted_before_their_members_are_looked_at(running):
     await refused(running, CHAT, {"messages": messages}, "messages", "maximum context")
 
 
+async def test_more_log_probabilities_of_prompts_than_memory_holds_are_refused(running):
+    prompt = [1] * 4000
+    await refused(running, COMPLETIONS, {"prompt": prompt, "n": 128, "prompt_logprobs": 20}, "prompt_logprobs")
+    body = {"prompt": [prompt] * 64, "echo": True, "logprobs": 20}
+    await refused(running, COMPLETIONS, body, "logprobs", "too many")
+    body = chat_body(n=128, prompt_logprobs=20, messages=[{"role": "user", "content": "x" * 3000}])
+    await refused(running, CHAT, body, "prompt_logprobs")
+
+
 async def test_a_text_whose_tokens_the_model_lacks_is_refused(running):
     # Some tokenizers have more tokens than their model.
     info = running.engine.info
