@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 
 from minserve.errors import ConfigError, field_fault
-from minserve.protocol import MAX_MODEL_END_TOKEN_IDS
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -47,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
     rope_scaling: dict[str, Any] | None = None
-    eos_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_MODEL_END_TOKEN_IDS)] = ()
+    eos_token_ids: tuple[int, ...] = ()
     token_id_ranges: tuple[tuple[int, int], ...] = ()
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     run_ahead: Literal[0, 1] | None = None

@@ -27,7 +27,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 

@@ -135,11 +135,13 @@ async def test_a_client_that_leaves_frees_its_place(real_server, http):
             )
             await until_gauge(http, real_server, "vllm:num_requests_running", 1)
             if stream:
-                await first_chunk(await post)
+                response = await post
+                await first_chunk(response)
+                response.close()
             else:
                 post.cancel()
+                await asyncio.gather(post, return_exceptions=True)
         await until_gauge(http, real_server, "vllm:num_requests_running", 0)
-        await asyncio.gather(post, return_exceptions=True)
 
 
 async def test_a_queued_client_that_leaves_does_not_touch_the_running_one(start_real, http):

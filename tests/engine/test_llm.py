@@ -105,7 +105,7 @@ def test_an_option_that_cannot_be_served_is_refused_by_name_and_nothing_is_left_
         ({"max_model_len": -1}, "max_model_len"),
         ({"kv_cache_memory": "4GiB"}, "kv_cache_memory"),
         ({"dtype": "int8"}, "dtype"),
-        ({"eos_token_ids": list(range(33))}, "eos_token_ids"),
+        ({"eos_token_ids": list(range(33))}, "33 end tokens"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused_by_name(folder, options, named):
