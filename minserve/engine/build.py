@@ -21,7 +21,7 @@ from minserve.memory.pages import KVPages
 from minserve.models.causal_lm import CausalLM
 from minserve.models.config import ModelConfig
 from minserve.models.registry import build_model
-from minserve.protocol import Ready
+from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, Ready
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
 from minserve.weights.loader import Progress, init_dummy_weights, load_weights
@@ -81,7 +81,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 
 def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:
     """The model's end tokens that it can say: some configurations name others."""
-    return tuple(token_id for token_id in config.eos_token_ids if token_id < vocab_size)
+    ids = tuple(token_id for token_id in config.eos_token_ids if token_id < vocab_size)
+    if len(ids) > MAX_MODEL_END_TOKEN_IDS:
+        raise ConfigError(f"the model has {len(ids)} end tokens; at most {MAX_MODEL_END_TOKEN_IDS} are supported")
+    return ids
 
 
 def _load(

@@ -1,32 +1,12 @@
 """Bad requests: a 400 that names the field and what is allowed, before any work; and the server still answers."""
 
-import json
-import logging
-
 import msgspec
 import pytest
 
 from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, MAX_STOP_TOKEN_IDS
+from tests.api.checks import CHAT, COMPLETIONS, completion_body, refused
 from tests.api.conftest import chat_body
 from tests.api.tiny import SPECIAL_TOKENS
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
-
-async def refused(running, path, body, param, *words):
-    """The request is refused with a 400 that names param and says words, and reaches no engine."""
-    status, answer = await running.post(path, body)
-    error = answer["error"]
-    assert status == 400, answer
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == param, error
-    for word in words:
-        assert word in error["message"]
-    assert not running.engine.submits
-
-
-def completion_body(**fields):
-    return {"prompt": "Say"} | fields
 
 
 @pytest.mark.parametrize(
@@ -248,98 +228,6 @@ async def test_a_bad_message_is_refused_by_its_place(running, messages, param):
 async def test_missing_fields_are_named(running):
     await refused(running, CHAT, {}, "messages", "required")
     await refused(running, COMPLETIONS, {}, "prompt", "required")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"5",
-        b"null",
-        b'"text"',
-        b'{"prompt":"a","temperature":NaN}',
-        b'{"prompt":"a","temperature":Infinity}',
-        b'{"prompt":"a","temperature":1e999}',
-        b'{"prompt":"a","prompt":"b"}',
-        b'{"prompt":"a","logit_bias":{"1":2,"1":3}}',
-        b'{"prompt":"\xff"}',
-        b'\xef\xbb\xbf{"prompt":"a"}',
-        b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt":"a","chat":' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
-        b'{"prompt":"a","seed":' + b"9" * 5000 + b"}",
-        b'{"prompt":"a"} trailing',
-    ],
-    ids=range(17),
-)
-async def test_a_body_that_is_no_plain_json_object_is_refused(running, body):
-    status, answer = await running.post(COMPLETIONS, body)
-    assert status == 400, answer
-    assert set(answer["error"]) == {"message", "type", "param", "code"}
-    assert not running.engine.submits
-
-
-HALF = b'"\\ud83d"'
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        (b'{"prompt":' + HALF + b"}", "prompt"),
-        (b'{"prompt":"a","metadata":{"k":[1,{"x":' + HALF + b"}]}}", "metadata.k[1].x"),
-        (b'{"prompt":"a","metadata":{' + HALF + b":1}}", "metadata"),
-        (b"{" + HALF + b":1}", None),
-    ],
-)
-async def test_half_a_surrogate_pair_is_refused_by_its_place(running, body, param):
-    await refused(running, COMPLETIONS, body, param, "surrogate")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"prompt":"a","' + b"x" * 10**6 + b'":1}',
-        b'{"prompt":"a","' + b"x" * 400_000 + b'":1,"' + b"x" * 400_000 + b'":1}',
-        b'{"prompt":"a","metadata":' + b'{"%s":' % (b"x" * 2000) * 400 + HALF + b"}" * 400 + b"}",
-        b'{"prompt":"a","model":"' + b"x" * 10**6 + b'"}',
-        b'{"prompt":"a","suffix":"' + b"x" * 10**6 + b'"}',
-        b'{"prompt":"a","stream_options":{"' + b"x" * 10**6 + b'":1}}',
-    ],
-    ids=range(6),
-)
-async def test_an_error_quotes_little_of_what_was_sent(running, body):
-    status, answer = await running.post(COMPLETIONS, body)
-    assert status in (400, 404)
-    assert len(json.dumps(answer)) < 2000
-
-
-async def test_a_key_given_twice_is_found_among_many(running):
-    keys = ",".join(f'"k{number}":1' for number in range(60_000))
-    # Quadratic time would be minutes.
-    await refused(running, COMPLETIONS, f'{{{keys},"k59999":1}}'.encode(), None, '"k59999" is given twice')
-
-
-async def test_deeply_nested_values_in_free_fields_are_answered_not_crashed_on(running):
-    deep = json.loads('{"a":' * 400 + "1" + "}" * 400)
-    for fields in (
-        {"chat_template_kwargs": deep},
-        {"metadata": deep},
-        {"messages": [{"role": "user", "content": [deep]}]},
-    ):
-        status, _ = await running.post(CHAT, chat_body(**fields))
-        assert status in (200, 400)
-
-
-@pytest.mark.parametrize("depth", [300, 900, 2000, 100_000])
-@pytest.mark.parametrize("leaf", ["1", '"\\ud83c\\udf36"'])
-@pytest.mark.parametrize("field", ["metadata", "chat_template_kwargs", "tools", "response_format", "logit_bias"])
-async def test_a_body_nested_at_any_depth_is_answered_or_a_400(running, caplog, depth, leaf, field):
-    deep = '{"a":' * depth + leaf + "}" * depth
-    body = f'{{"messages":[{{"role":"user","content":"hi"}}],"{field}":{f"[{deep}]" if field == "tools" else deep}}}'
-    status, _ = await running.post(CHAT, body.encode())
-    assert status in (200, 400)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_stream_options_without_stream_are_refused(running):

@@ -185,7 +185,7 @@ def test_end_tokens_beyond_the_vocabulary_are_not_looked_at(tmp_path):
 
 
 def test_more_end_tokens_than_there_are_places_for_are_refused_at_the_start(tmp_path):
-    with pytest.raises(ConfigError, match="eos_token_ids"):
+    with pytest.raises(ConfigError, match="end tokens"):
         tiny_engine(tmp_path, eos_token_ids=tuple(range(MAX_MODEL_END_TOKEN_IDS + 1)))
 
 
