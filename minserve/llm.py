@@ -73,7 +73,7 @@ class LLM:
         else:
             folder = resolve_model(model, revision=revision, need_weights=engine.get("load_format") != "dummy")
         self.tokenizer = Tokenizer.from_folder(folder)
-        self._chat_template = ChatTemplate.from_folder(folder, chat_template)
+        self.chat_template = ChatTemplate.from_folder(folder, chat_template)
         of_model = {
             "model_path": str(folder),
             "eos_token_ids": self.tokenizer.eos_token_ids,
@@ -116,7 +116,7 @@ class LLM:
         messages: as OpenAI's, with "role" and "content". template_kwargs: what the chat template takes besides them.
         Raises as `generate` does.
         """
-        text = self._chat_template.render(messages, template_kwargs=template_kwargs or {})
+        text = self.chat_template.render(messages, template_kwargs=template_kwargs or {})
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         rest = max(1, self.engine.info.max_model_len - len(ids))
         params = _checked_params(params or SamplingParams(max_tokens=rest, temperature=0.0), options)
