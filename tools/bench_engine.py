@@ -80,10 +80,8 @@ def main() -> None:
         first = statistics.median(serve(engine, requests, context, 1) for _ in range(args.repeats))
         more = statistics.median(serve(engine, requests, context, args.steps + 1) for _ in range(args.repeats))
         step = (more - first) / args.steps
-        print(
-            f"{requests:8d} x {context:<7d} {1000 * step:9.2f} {requests / step:14.0f} {requests * context / first:15.0f}",
-            flush=True,
-        )
+        rates = f"{requests / step:14.0f} {requests * context / first:15.0f}"
+        print(f"{requests:8d} x {context:<7d} {1000 * step:9.2f} {rates}", flush=True)
 
 
 if __name__ == "__main__":
