@@ -18,11 +18,11 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 7000
+BUDGET_CODE_LINES = 7500
 """Lines of code outside tests/. A commit may raise it, and says why.
 
-6000 was a guess made before the HTTP surface was written. 7000: of the dense server's 6400 lines a quarter refuses what
-is wrong (flags, fields, hostile model files) by name, which nobody would give back, and the host tier is being added.
+6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
+what is wrong in flags, fields and model files, which nobody would give back; the host tier took 600 more.
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
