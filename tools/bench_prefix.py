@@ -60,10 +60,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--cold-turns", type=int, help="how many turns are served cold too (default: all)")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--small", action="store_true", help="few pages; prefixes come from host blocks")
     args = parser.parse_args()
     memory = {"kv_cache_memory": int(0.36 * GIB), "host_kv": 2 * GIB} if args.small else {"kv_cache_memory": GIB}
-    llm = LLM(args.model, max_num_seqs=4, **memory)
+    llm = LLM(args.model, max_num_seqs=4, dtype=args.dtype, **memory)
     other = llm.tokenizer.encode("Something else. " * 2000, add_special_tokens=False)[:7000]
     ratios = []
     print("turn  prompt  device   host   warm s   cold s   ratio  same answer")
