@@ -16,23 +16,32 @@ from minserve.kernels.gather_pages import gather_pages, page_rows
 
 @dataclass(frozen=True, slots=True)
 class DecodeIndex:
-    """What all layers of a step share. rows: from page_rows; mask: [rows, 1, 1, blocks * 16] bool."""
+    """What all layers of a step share. rows: from page_rows; num_keys: of the longest row.
+
+    mask: [rows, 1, 1, num_keys], what is added to scores: 0, or -inf past a row's end; None if there is but one row.
+    """
 
     rows: torch.Tensor
-    mask: torch.Tensor
+    num_keys: int
+    mask: torch.Tensor | None
 
 
-def decode_index(page_table: torch.Tensor, lengths: torch.Tensor, kv_heads: int, block_size: int) -> DecodeIndex:
-    """page_table: [rows, blocks] int, any page where a row has fewer blocks; lengths: [rows] int64."""
-    positions = torch.arange(page_table.shape[1] * block_size, device=page_table.device)
-    mask = positions[None, None, None, :] < lengths[:, None, None, None]
-    return DecodeIndex(page_rows(page_table, kv_heads), mask)
+def decode_index(page_table: torch.Tensor, lengths: torch.Tensor, num_keys: int, kv: torch.Tensor) -> DecodeIndex:
+    """page_table: [rows, blocks] int, any page where a row has fewer blocks; lengths: [rows] int64, at most num_keys;
+    kv: the pages of any layer."""
+    rows = page_rows(page_table, kv.shape[1])
+    if page_table.shape[0] == 1:
+        return DecodeIndex(rows, num_keys, None)
+    outside = torch.arange(num_keys, device=kv.device)[None, :] >= lengths[:, None]
+    mask = torch.zeros(outside.shape, dtype=kv.dtype, device=kv.device).masked_fill(outside, -torch.inf)
+    return DecodeIndex(rows, num_keys, mask[:, None, None, :])
 
 
 def decode_attention(q: torch.Tensor, kv: torch.Tensor, index: DecodeIndex) -> torch.Tensor:
     """Torch reference. q: [rows, heads, head_dim]; kv: [pages, kv_heads, 2, 16, head_dim]. Returns q's shape."""
     num_rows, heads, head_dim = q.shape
     k, v = gather_pages(kv, index.rows, num_rows)
+    k, v = k[:, :, : index.num_keys], v[:, :, : index.num_keys]
     # The query heads of one KV head are rows of one product, so K and V are read once for all of them.
     grouped = q.view(num_rows, k.shape[1], -1, head_dim)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=index.mask).reshape(num_rows, heads, head_dim)

@@ -24,7 +24,8 @@ class DecodeAttention:
         device = kv.device
         self.lanes = torch.tensor([row.lane for row in rows], device=device)
         self.positions = torch.tensor([row.position for row in rows], device=device)
-        num_blocks = max(row.position for row in rows) // BLOCK_SIZE + 1
+        num_keys = max(row.position for row in rows) + 1
+        num_blocks = blocks_for(num_keys)
         table = page_table[self.lanes, :num_blocks]
         # A row with fewer blocks than others reads its own first page in place of those it lacks, masked.
         own = torch.arange(num_blocks, device=device)[None, :] <= self.positions[:, None] // BLOCK_SIZE
@@ -32,7 +33,7 @@ class DecodeAttention:
         self._kv = kv
         self._pages = table.gather(1, self.positions[:, None] // BLOCK_SIZE)[:, 0].to(torch.int64)
         self._slots = self.positions % BLOCK_SIZE
-        self._index = decode_index(table, self.positions + 1, kv.shape[2], BLOCK_SIZE)
+        self._index = decode_index(table, self.positions + 1, num_keys, kv[0])
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q: [rows, heads, head_dim]; k, v: [rows, kv_heads, head_dim]. Returns [rows, heads * head_dim]."""

@@ -74,8 +74,8 @@ def test_preempted_requests_come_back_from_a_host_tier_of_few_blocks(
 
 
 def test_prefixes_are_loaded_from_the_host(smollm2, prompts, transformers_outputs):
-    llm = engine(smollm2, run_ahead=1, kv_cache_memory=90 * PAGE_BYTES, host_kv=600 * PAGE_BYTES)
+    llm = engine(smollm2, run_ahead=1, kv_cache_memory=48 * PAGE_BYTES, host_kv=600 * PAGE_BYTES)
     llm.generate(prompts, max_tokens=1)
     warm = llm.generate(prompts, max_tokens=64)
-    assert sum(completion.cached_host_tokens for completion in warm) > 200
+    assert sum(completion.cached_host_tokens for completion in warm) > 100
     assert_all_same(warm, transformers_outputs)

@@ -30,7 +30,7 @@ def test_decode_attention_reads_each_rows_own_tokens_through_its_page_table(head
     kv = torch.randn(32, kv_heads, 2, BLOCK_SIZE, head_dim)
     table = torch.randperm(32)[: 4 * 4].view(4, 4)
     q = torch.randn(4, heads, head_dim)
-    out = decode_attention(q, kv, decode_index(table, torch.tensor(lengths), kv_heads, BLOCK_SIZE))
+    out = decode_attention(q, kv, decode_index(table, torch.tensor(lengths), max(lengths), kv))
     for row, length in enumerate(lengths):
         tokens = kv[table[row]].permute(2, 0, 3, 1, 4).reshape(2, -1, kv_heads, head_dim)[:, :length]
         torch.testing.assert_close(out[row].double(), attend(q[row], *tokens), atol=1e-5, rtol=1e-5)
@@ -38,11 +38,12 @@ def test_decode_attention_reads_each_rows_own_tokens_through_its_page_table(head
 
 def test_tokens_past_a_rows_length_have_no_influence():
     kv = torch.randn(4, 2, 2, BLOCK_SIZE, 8)
-    table, q = torch.tensor([[2, 0]]), torch.randn(1, 4, 8)
-    index = decode_index(table, torch.tensor([20]), 2, BLOCK_SIZE)
-    before = decode_attention(q, kv, index)
-    kv[0, :, :, 4:] = 1e4
-    torch.testing.assert_close(decode_attention(q, kv, index), before)
+    for table, lengths in (([[2, 0]], [20]), ([[2, 0], [3, 1]], [20, 30])):
+        q = torch.randn(len(table), 4, 8)
+        index = decode_index(torch.tensor(table), torch.tensor(lengths), max(lengths), kv)
+        before = decode_attention(q, kv, index)
+        kv[0, :, :, 4:] *= 1e4
+        torch.testing.assert_close(decode_attention(q, kv, index), before)
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 20), (5, 1), (16, 16), (31, 9)])
