@@ -7,12 +7,12 @@ Does not know: where weights come from, what a batch is made of, or how attentio
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from minserve.kernels.linear import linear
 from minserve.kernels.rope import gather_rope
 from minserve.models.config import ModelConfig
-from minserve.models.layers import Attend, FusedLinear, GatedMLP, RMSNorm, Rope, SelfAttention
+from minserve.models.layers import Attend, FusedLinear, GatedMLP, Linear, RMSNorm, Rope, SelfAttention
 from minserve.models.rope import make_rope_table
 
 
@@ -53,7 +53,7 @@ class CausalLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_buffer("rope_table", torch.empty(0, 2, config.head_dim // 2), persistent=False)
         self.requires_grad_(False)
 
@@ -77,7 +77,7 @@ class CausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] from `forward`. Returns [rows, vocab] in the model's dtype."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        return linear(hidden, head.weight)
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that a checkpoint must have, by its name there: a view of the parameter that it belongs in."""

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from minserve.kernels.linear import linear
 from minserve.kernels.rms_norm import add_rms_norm, rms_norm
 from minserve.kernels.silu_mul import silu_mul
 from minserve.models.config import ModelConfig
@@ -28,7 +29,15 @@ class Attend(Protocol):
         """
 
 
-class FusedLinear(nn.Linear):
+class Linear(nn.Linear):
+    """A projection of rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: [rows, in] -> [rows, out]."""
+        return linear(input, self.weight, self.bias)
+
+
+class FusedLinear(Linear):
     """Several projections of one input as one matrix, stacked along the output.
 
     parts: the checkpoint's name of each projection and its number of outputs, in order.
@@ -68,7 +77,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
         self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias)
-        self.down_proj = nn.Linear(size, config.hidden_size, bias=bias)
+        self.down_proj = Linear(size, config.hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
@@ -86,7 +95,7 @@ class SelfAttention(nn.Module):
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.attention_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
 
     def prepare(self, qkv: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split qkv: [tokens, heads + 2 * kv_heads, head_dim] by kind, and normalize and rotate what the model does."""

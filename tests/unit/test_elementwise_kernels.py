@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minserve.kernels.linear import linear
 from minserve.kernels.rms_norm import add_rms_norm, rms_norm
 from minserve.kernels.rope import apply_rope, gather_rope
 from minserve.kernels.silu_mul import silu_mul
@@ -74,3 +75,13 @@ def test_rope_takes_views_with_gaps():
     whole = torch.randn(4, 5, 16)
     cos, sin = gather_rope(torch.randn(8, 2, 8), torch.arange(4))
     assert torch.equal(apply_rope(whole[:, 1:3], cos, sin), apply_rope(whole[:, 1:3].contiguous(), cos, sin))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_is_the_product_with_the_transposed_weight_plus_the_bias(rows, with_bias):
+    x, weight, bias = torch.randn(rows, 48), torch.randn(33, 48), torch.randn(33) if with_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
+    out = linear(x, weight, bias)
+    assert out.shape == (rows, 33)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
