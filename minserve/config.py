@@ -29,6 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_kv: bytes of host memory for blocks that have no page; 0: none.
     prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
     max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
+        None: 2048 on a GPU, 512 on a CPU, where a step of 2048 would hold up all streams for seconds.
     run_ahead: steps that are launched before the tokens of the last one are known; None: 1 on a GPU, 0 on a CPU,
         where launching is running.
     """
@@ -39,7 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: PositiveInt | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
-    max_num_batched_tokens: PositiveInt = 2048
+    max_num_batched_tokens: PositiveInt | None = None
     kv_cache_memory: PositiveInt | None = None
     host_kv: NonNegativeInt = 0
     prefill_reserve: NonNegativeInt = 0

@@ -236,9 +236,8 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens",
         "--chunked-prefill-size",
         type=parse_size,
-        default=2048,
         metavar="N",
-        help="tokens a step (default 2048)",
+        help="tokens a step (default 2048; 512 on a CPU)",
     )
     add("--kv-cache-memory", "--kv-cache-memory-bytes", type=parse_size, metavar="SIZE", help="for KV, such as 8GiB")
     add(

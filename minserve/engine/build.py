@@ -11,7 +11,14 @@ import torch
 from minserve.config import EngineConfig
 from minserve.engine.core import Engine
 from minserve.engine.scheduler import Scheduler
-from minserve.engine.sizing import choose_context, choose_device, choose_dtype, kv_cache_bytes, num_host_blocks
+from minserve.engine.sizing import (
+    choose_batched_tokens,
+    choose_context,
+    choose_device,
+    choose_dtype,
+    kv_cache_bytes,
+    num_host_blocks,
+)
 from minserve.errors import ConfigError
 from minserve.memory.blocks import BlockManager, blocks_for
 from minserve.memory.copies import SyncCopies
@@ -32,13 +39,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 
     Raises ConfigError (a WeightsError, where files are at fault) for what the user can mend.
     """
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-num-seqs "
-            f"{config.max_num_seqs}, or decodes alone could fill a step"
-        )
     model_config = ModelConfig.from_folder(Path(config.model_path), config.rope_scaling)
     device = choose_device(config)
+    max_num_batched_tokens = choose_batched_tokens(config, device)
     dtype = choose_dtype(config, model_config, device)
     model, weights_bytes = _load(config, model_config, device, dtype, progress)
     kv_bytes = kv_cache_bytes(config, device)
@@ -56,7 +59,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             copies=SyncCopies(host.move),
         ),
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
         end_token_ids=_end_token_ids(config, model_config.vocab_size),

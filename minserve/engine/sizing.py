@@ -44,6 +44,18 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def choose_batched_tokens(config: EngineConfig, device: torch.device) -> int:
+    """Tokens of one step: as configured, or as many as such a device computes in a moment."""
+    if config.max_num_batched_tokens is None:
+        return max(512 if device.type == "cpu" else 2048, config.max_num_seqs)
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-num-seqs "
+            f"{config.max_num_seqs}, or decodes alone could fill a step"
+        )
+    return config.max_num_batched_tokens
+
+
 def choose_context(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_bytes: int) -> tuple[int, int]:
     """(max_model_len, num_pages): pages enough for one request of max_model_len tokens beside the prefill reserve, and
     as many as kv_bytes hold or max_num_seqs such requests need."""
