@@ -142,7 +142,7 @@ class Scheduler:
             if self._blocks.num_returning:
                 del decisions.counts[request]  # pages are coming back: sit this step out rather than evict anyone
                 return None
-            victim = self._running[-1]
+            victim = self._reserve.victim(self._running)
             decisions.counts.pop(victim, None)
             decisions.preempted = True
             self._preempt(victim)
@@ -157,7 +157,7 @@ class Scheduler:
             if request.num_in_flight:
                 return  # preempted under a launched step, whose token it still awaits
             cached = self._open(request, keep=self._reserve.keep_from(request))
-            if cached is None and self._reserve.is_empty:
+            if cached is None and self._reserve.is_open_to(request):
                 cached = self._open(request, keep=0)
                 self._reserve.user = request if cached is not None else None
             if cached is None:
@@ -181,11 +181,9 @@ class Scheduler:
     def _leave_reserve(self, decisions: Decisions) -> None:
         """A request whose prompt is done moves among the others. If that is too much, the youngest gives way."""
         request = self._reserve.user
-        if request is None or not request.is_decoding:
+        if request is None or not request.is_decoding or request.wants_no_more:
             return
         while request in self._running and not self._reserve.can_be_left:
-            if self._blocks.num_returning:
-                return  # look again at the next step
             decisions.preempted = True
             self._preempt(self._running[-1])
         self._reserve.user = None

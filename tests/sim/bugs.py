@@ -10,7 +10,7 @@ from minserve.memory.blocks import BlockManager
 from minserve.memory.hashing import BlockHasher
 from minserve.memory.host_tier import HostTier
 from minserve.memory.pool import PlacePool
-from tests.sim.world import Device
+from tests.sim.device import Device
 
 BUGS = {}
 

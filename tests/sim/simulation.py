@@ -8,14 +8,15 @@ import random
 from dataclasses import dataclass, replace
 
 from minserve.config import BLOCK_SIZE
-from tests.sim.world import VOCAB, Link, World
+from tests.sim.device import VOCAB, Link
+from tests.sim.world import World
 
 Action = tuple
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A machine and what happens to it. actions: ("submit", id, prompt, max_tokens, salt, ignore_eos), ("abort", id),
+    """A machine and what happens to it. actions: ("submit", id, prompt, max_tokens, salt, params), ("abort", id),
     ("step", count), ("clear",)."""
 
     seed: int
@@ -65,7 +66,8 @@ def _actions(rng, prefixes, longest):
         prompt = prompt[: rng.choice([longest // 4, longest // 2, longest - 1])]
         max_tokens = rng.randint(1, min(rng.choice([2, 20, 100]), longest - len(prompt)))
         names.append(f"r{number}")
-        yield "submit", names[-1], tuple(prompt), max_tokens, rng.choice(["", "", "", "other"]), rng.random() < 0.6
+        params = {"ignore_eos": rng.random() < 0.6, "prompt_logprobs": rng.choice([None, None, None, 0])}
+        yield "submit", names[-1], tuple(prompt), max_tokens, rng.choice(["", "", "", "other"]), params
         steps = rng.choice([0, 0, 1, 2, 5, 30])
         if steps:
             yield "step", steps
@@ -80,12 +82,12 @@ def simulate(scenario):
     world = World(link=scenario.link, **scenario.machine)
     for kind, *rest in scenario.actions:
         if kind == "submit":
-            request_id, prompt, max_tokens, salt, ignore_eos = rest
-            world.submit(request_id, prompt, max_tokens, salt, ignore_eos=ignore_eos)
+            request_id, prompt, max_tokens, salt, params = rest
+            world.submit(request_id, prompt, max_tokens, salt, **params)
         elif kind == "abort":
             world.abort(rest[0])
         elif kind == "clear":
-            world.scheduler.clear_prefix_cache()
+            world.clear()
         else:
             for _ in range(rest[0]):
                 world.step()
@@ -97,7 +99,7 @@ def violation(scenario):
     """What goes wrong, or None."""
     try:
         simulate(scenario)
-    except (AssertionError, KeyError, IndexError, ValueError, TypeError, StopIteration) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
     return None
 
