@@ -107,7 +107,7 @@ class Scheduler:
         self._leave_reserve(decisions)
         self._share_budget(decisions)
         self._find_pages(decisions)
-        if not decisions.preempted:
+        if not decisions.preempted:  # who gave way comes back when the step that is under way has been committed
             self._admit(decisions)
         return self._launch(decisions)
 
@@ -154,8 +154,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens - sum(decisions.counts.values())
         while self._waiting and self._lanes.num_available and budget > 0:
             request = self._waiting[0]
-            if request.num_in_flight:
-                return  # preempted under a launched step, whose token it still awaits
+            assert not request.num_in_flight, "a request comes back before its launched step"
             cached = self._open(request, keep=self._reserve.keep_from(request))
             if cached is None and self._reserve.is_open_to(request):
                 cached = self._open(request, keep=0)

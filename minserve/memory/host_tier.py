@@ -35,7 +35,11 @@ class InFlight:
 
 
 class HostTier:
-    """`num_blocks` host blocks; with none, it never holds anything. pages: the pool whose places are copied."""
+    """`num_blocks` host blocks; with none, it never holds anything. pages: the pool whose places are copied.
+
+    In flight are the copies that have not been seen to end, also those that wait for a step (_deferred: its number
+    and the copy). _loading: by page, the copy that fills it. _storing: by key, the host block that is being filled.
+    """
 
     def __init__(self, num_blocks: int, pages: PlacePool, engine: CopyEngine) -> None:
         self._pages = pages

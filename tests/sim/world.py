@@ -135,6 +135,7 @@ class World:
     def _schedule(self):
         reserve = self.scheduler._reserve
         before, user = self._running_sizes(), reserve.user
+        prompt_done = user is not None and user.is_decoding and not user.wants_no_more
         plan = self.scheduler.schedule()
         self.scheduler.check()
         after = self._running_sizes()
@@ -145,6 +146,8 @@ class World:
             assert all(request.arrival > max(stayed, default=0) for request in gave_way), "not the youngest gave way"
         if in_reserve == {None} and any(size > before.get(request, 0) for request, size in after.items()):
             assert self.blocks.num_available >= self.prefill_reserve, "a page of the reserve was taken"
+        assert reserve.user is None or reserve.user.num_output_tokens == 0, "the reserve is for prompts"
+        assert not prompt_done or reserve.user is not user, "a request stays in the reserve"
         return plan
 
     def _running_sizes(self):
@@ -216,7 +219,8 @@ class World:
         for _ in range(self.link.max_delay + 1):
             self.step()
         assert self.blocks.num_copies == 0
-        assert not self.blocks._tables and not self.blocks._suspended, "something is kept of a request that has ended"
+        kept = self.blocks._tables.keys() | self.blocks._suspended.keys()
+        assert not kept, "something is kept of a request that has ended"
         assert self.blocks.num_available == self.num_pages, "pages are still held"
         assert self.blocks.num_host_held == 0, "host blocks are still held"
         assert self.scheduler.stats().num_running == self.scheduler.stats().num_waiting == 0
