@@ -26,7 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     token_id_ranges: half-open ranges of the logits' columns that are real tokens; others are never sampled.
         Empty: all of them.
     kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
-    host_kv: bytes of host memory for blocks that have no page; 0: none.
+    host_kv: bytes of host memory for blocks that have no page; 0: none. It needs prefix caching.
     prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
     max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
         None: 2048 on a GPU, 512 on a CPU, where a step of 2048 would hold up all streams for seconds.

@@ -48,7 +48,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     max_model_len, num_pages = choose_context(config, model_config, dtype, kv_bytes)
     model.set_max_positions(max_model_len)
     pages = KVPages(model_config, num_pages, dtype, device)
-    host = HostPool(num_host_blocks(config, model_config, dtype), pages)
+    promised_bytes = pages.kv.nbytes if device.type == "cpu" else 0
+    host = HostPool(num_host_blocks(config, KVPages.bytes_per_page(model_config, dtype), promised_bytes), pages)
     lanes = Lanes(config.max_num_seqs, blocks_for(max_model_len), model_config.vocab_size, device)
     scheduler = Scheduler(
         BlockManager(

@@ -107,7 +107,7 @@ class Scheduler:
         self._leave_reserve(decisions)
         self._share_budget(decisions)
         self._find_pages(decisions)
-        if not decisions.preempted:
+        if not decisions.preempted:  # who gave way comes back when the step that is under way has been committed
             self._admit(decisions)
         return self._launch(decisions)
 
@@ -142,7 +142,7 @@ class Scheduler:
             if self._blocks.num_returning:
                 del decisions.counts[request]  # pages are coming back: sit this step out rather than evict anyone
                 return None
-            victim = self._running[-1]
+            victim = self._reserve.victim(self._running)
             decisions.counts.pop(victim, None)
             decisions.preempted = True
             self._preempt(victim)
@@ -154,10 +154,9 @@ class Scheduler:
         budget = self._max_num_batched_tokens - sum(decisions.counts.values())
         while self._waiting and self._lanes.num_available and budget > 0:
             request = self._waiting[0]
-            if request.num_in_flight:
-                return  # preempted under a launched step, whose token it still awaits
+            assert not request.num_in_flight, "a request comes back before its launched step"
             cached = self._open(request, keep=self._reserve.keep_from(request))
-            if cached is None and self._reserve.is_empty:
+            if cached is None and self._reserve.is_open_to(request):
                 cached = self._open(request, keep=0)
                 self._reserve.user = request if cached is not None else None
             if cached is None:
@@ -181,11 +180,9 @@ class Scheduler:
     def _leave_reserve(self, decisions: Decisions) -> None:
         """A request whose prompt is done moves among the others. If that is too much, the youngest gives way."""
         request = self._reserve.user
-        if request is None or not request.is_decoding:
+        if request is None or not request.is_decoding or request.wants_no_more:
             return
         while request in self._running and not self._reserve.can_be_left:
-            if self._blocks.num_returning:
-                return  # look again at the next step
             decisions.preempted = True
             self._preempt(self._running[-1])
         self._reserve.user = None

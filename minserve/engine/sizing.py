@@ -87,26 +87,37 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
     return max(0, int(total * config.gpu_memory_utilization) - (total - free) - CUDA_WORKSPACE_BYTES)
 
 
-def num_host_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Host blocks in host_kv bytes. Raises ConfigError if the memory, or the container's share of it, is less."""
-    available = _available_host_bytes()
+def num_host_blocks(config: EngineConfig, page_bytes: int, promised_bytes: int) -> int:
+    """Host blocks of page_bytes in host_kv bytes. Raises ConfigError if there is less, or nothing to find them by.
+
+    promised_bytes: host memory that has been promised but is taken only when it is written: a CPU's own pages.
+    """
+    if config.host_kv and not config.enable_prefix_caching:
+        raise ConfigError(
+            "--host-kv needs prefix caching: blocks in host memory are found by the keys of the prefix cache"
+        )
+    available = max(0, _available_host_bytes() - promised_bytes)
     if config.host_kv > available:
         raise ConfigError(
             f"--host-kv {config.host_kv / GIB:.2f} GiB: only {available / GIB:.2f} GiB of host memory are available "
             "here; lower it, or give the container more"
         )
-    return config.host_kv // KVPages.bytes_per_page(model, dtype)
+    return config.host_kv // page_bytes
 
 
 def _available_host_bytes() -> int:
-    """Host memory that this process could still take: what is free, within the container's limit."""
+    """Host memory that this process could still take: what is free, within the container's limit.
+
+    Files that the container has read count as used there, until somebody needs their memory.
+    """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
     if limit and used and limit[0] != "max":
-        available = min(available, int(limit[0]) - int(used[0]))
+        files = [line.split()[1] for line in _lines("/sys/fs/cgroup/memory.stat") if line.startswith("inactive_file ")]
+        available = min(available, int(limit[0]) - int(used[0]) + sum(map(int, files)))
     return max(0, available)
 
 

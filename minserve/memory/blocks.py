@@ -44,12 +44,15 @@ NOTHING_CACHED = Cached(0, 0)
 class BlockTable:
     """The pages of one request, by block. keys: those of its full blocks, as far as known.
 
+    hosts: the host blocks of its full blocks, in order, as far as there are any; it holds them, so that they are there
+    when it has to give way, and so that the end of a sequence is given up before its beginning.
     awaited: pages that were still being filled when they were last looked at.
     """
 
     salt: str
     keys: list[bytes]
     pages: list[int] = field(default_factory=list)
+    hosts: list[int] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)
     num_published: int = 0
 
@@ -110,7 +113,7 @@ class BlockManager:
 
     @property
     def num_host_held(self) -> int:
-        """Host blocks that copies or suspended requests hold."""
+        """Host blocks that copies or requests hold."""
         return self._host.num_held
 
     @property
@@ -193,6 +196,7 @@ class BlockManager:
                 self._pool.publish(page, key)
                 self._host.load(page, key)
                 num_host_tokens += BLOCK_SIZE
+            self._hold_host(table, key)
             if self._host.is_loading(page):
                 table.awaited.append(page)
             table.pages.append(page)
@@ -240,7 +244,13 @@ class BlockManager:
         for block in range(table.num_published, num_tokens // BLOCK_SIZE):
             self._pool.publish(table.pages[block], table.keys[block])
             self._host.store(table.pages[block], table.keys[block])
+            self._hold_host(table, table.keys[block])
         table.num_published = max(table.num_published, num_tokens // BLOCK_SIZE)
+
+    def _hold_host(self, table: BlockTable, key: bytes) -> None:
+        host = self._host.hold(key)
+        if host is not None:
+            table.hosts.append(host)
 
     # ---- a request gives pages back ----
 
@@ -251,9 +261,9 @@ class BlockManager:
         loads them. If host blocks run out, the request that was suspended first loses its own.
         """
         table = self._tables[request_id]
-        hosts = [host for key in table.keys[: table.num_published] if (host := self._host.hold(key)) is not None]
         num_full, num_partial = divmod(num_computed, BLOCK_SIZE)
-        suspended = Suspended(hosts, None, num_full * BLOCK_SIZE, num_partial)
+        suspended = Suspended(table.hosts, None, num_full * BLOCK_SIZE, num_partial)
+        table.hosts = []
         # Blocks that launched steps have filled but nobody has seen are lost, and what comes after them is of no use.
         if num_partial and num_full == table.num_published and self.is_ready(request_id) and self._host.num_blocks:
             while (partial := self._host.save(table.pages[num_full], last_step)) is None and self._suspended:
@@ -270,7 +280,9 @@ class BlockManager:
 
     def close(self, request_id: str, last_step: int) -> None:
         """Take a request's pages back; they are reused when step last_step has ended."""
-        self._pool.release(self._tables.pop(request_id).pages, last_step)
+        table = self._tables.pop(request_id)
+        self._pool.release(table.pages, last_step)
+        self._host.release(table.hosts)
 
     # ---- time passes ----
 
@@ -299,13 +311,15 @@ class BlockManager:
         """Assert every invariant of tables, pool and host tier."""
         in_tables = [page for table in self._tables.values() for page in table.pages]
         self._pool.check(in_tables + self._host.pages_in_copies())
-        self._host.check(self._suspended_hosts())
+        self._host.check(self._hosts_of_requests())
         for request_id, table in self._tables.items():
             assert len(set(table.pages)) == len(table.pages), f"{request_id} has a page twice"
             assert table.num_published <= len(table.pages), f"{request_id} published more than it has"
         assert not self._tables.keys() & self._suspended.keys(), "a request has pages and is suspended"
 
-    def _suspended_hosts(self) -> Iterator[int]:
+    def _hosts_of_requests(self) -> Iterator[int]:
+        for table in self._tables.values():
+            yield from table.hosts
         for saved in self._suspended.values():
             yield from saved.hosts
             if saved.partial is not None:

@@ -4,7 +4,7 @@ Owns: the timing of copies. Does not know whose blocks they are; `BlockManager` 
 reused until its completion has been polled.
 
 A copy is submitted when what it reads is complete and what it writes has no reader, so it may run at any time after
-that, in any order with others. Imports no torch: the tensors are moved by a `Mover`.
+that, also beside a launched step, and in any order with others. Imports no torch: the tensors are moved by a `Mover`.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,12 @@ class CopyEngine(Protocol):
 
 
 class SyncCopies:
-    """Copies at once; for a CPU, where pages and host blocks are the same memory."""
+    """Copies at once, before `submit` returns.
+
+    On a CPU nothing else could be meant: pages and host blocks are the same memory. On CUDA the copies come after the
+    launched steps in the order of the device, and the host waits for these: right, and slow, because a launched step
+    may be the one whose end nobody wanted to wait for.
+    """
 
     def __init__(self, move: Mover) -> None:
         self._move = move

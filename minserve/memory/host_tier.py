@@ -35,7 +35,11 @@ class InFlight:
 
 
 class HostTier:
-    """`num_blocks` host blocks; with none, it never holds anything. pages: the pool whose places are copied."""
+    """`num_blocks` host blocks; with none, it never holds anything. pages: the pool whose places are copied.
+
+    In flight are the copies that have not been seen to end, also those that wait for a step (_deferred: its number
+    and the copy). _loading: by page, the copy that fills it. _storing: by key, the host block that is being filled.
+    """
 
     def __init__(self, num_blocks: int, pages: PlacePool, engine: CopyEngine) -> None:
         self._pages = pages
@@ -152,8 +156,9 @@ class HostTier:
         return failed_pages
 
     def forget_all(self) -> None:
-        """Drop every key; copies under way go on."""
+        """Drop every key, also of the blocks that are on their way; their copies go on."""
         self._blocks.forget_all()
+        self._storing.clear()
 
     def _load(self, page: int, host: int, key: bytes | None) -> None:
         self._blocks.hold(host)
@@ -180,7 +185,7 @@ class HostTier:
         return copy
 
     def _end_store(self, entry: InFlight, ok: bool) -> None:
-        if entry.key is not None:
+        if entry.key is not None and self._storing.get(entry.key) == entry.copy.host:  # else it was forgotten
             del self._storing[entry.key]
             if ok:
                 self._blocks.publish(entry.copy.host, entry.key)

@@ -70,7 +70,7 @@ class Runner:
 
 
 class RunningStep:
-    """A launched step. On a GPU it may still be running; `result` waits for it."""
+    """A launched step. On a GPU it may still be running; `result` waits for it, but not for those launched after it."""
 
     def __init__(
         self,
@@ -81,11 +81,18 @@ class RunningStep:
     ) -> None:
         self._step = plan.step
         self._tokens = tokens
+        self._arrived: torch.cuda.Event | None = None
+        if tokens is not None and tokens.is_cuda:
+            # Sent now, and not when they are asked for: then they would come after the next step.
+            self._tokens = tokens.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.current_stream(tokens.device).record_event()
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
 
     def result(self) -> StepResult:
         """What the step yielded, on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         token_ids = [] if self._tokens is None else self._tokens.tolist()
         return StepResult(self._step, token_ids, self._logprobs, self._prompt_logprobs)
 

@@ -6,6 +6,7 @@ python -m tests.engine.soak --aborts 10000      counts what is left over, and wh
 import argparse
 import random
 import resource
+import sys
 import tempfile
 from pathlib import Path
 
@@ -81,7 +82,9 @@ def main():
         number = soak(engine, args.aborts, seed=7, every=max(1, args.aborts // 10))
         stats = engine.step().stats
         print(f"{number} requests, {stats.num_preemptions} preemptions; left over: {stats.num_pages_used} pages")
-        print("the next request is right:", answer(engine) == expected)
+        right = answer(engine) == expected
+        print("the next request is right:", right)
+        sys.exit(not right or stats.num_pages_used > 0)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 
+from minserve.engine.plan import StepPlan
+from minserve.runner.runner import RunningStep
 from tests.engine.tiny import VOCAB, finish, submit, tiny_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,3 +50,13 @@ def test_tokens_equal_the_cpus(tmp_path, options):
             theirs[name].copy_(parameter)
     assert texts(on_gpu) == texts(on_cpu)
     on_gpu.check()
+
+
+def test_a_step_gives_its_result_while_the_next_one_is_running():
+    tokens = torch.arange(4, device="cuda")
+    step = RunningStep(StepPlan(step=1), tokens, [None] * 4, [])
+    torch.cuda._sleep(2_000_000_000)  # the next step: about a second
+    ended = torch.cuda.current_stream().record_event()
+    assert step.result().token_ids == [0, 1, 2, 3]
+    assert not ended.query(), "the result came only after the next step"
+    torch.cuda.synchronize()

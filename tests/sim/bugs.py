@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.request import Status
+from minserve.engine.reserve import PrefillReserve
 from minserve.engine.scheduler import Scheduler
 from minserve.memory.blocks import BlockManager
 from minserve.memory.hashing import BlockHasher
 from minserve.memory.host_tier import HostTier
 from minserve.memory.pool import PlacePool
-from tests.sim.world import Device
+from tests.sim.device import Device
 
 BUGS = {}
 
@@ -216,3 +217,157 @@ def zombie():
             request.status = Status.WAITING
 
     return Scheduler, "_finish", finish
+
+
+@bug("a lane is given away while a launched step reads it")
+def no_lane_quarantine():
+    original = Scheduler._leave_lane
+
+    def leave_lane(self, request):
+        self._last_step, last_step = 0, self._last_step
+        original(self, request)
+        self._last_step = last_step
+
+    return Scheduler, "_leave_lane", leave_lane
+
+
+@bug("blocks on their way are found after the cache was cleared")
+def half_cleared():
+    return HostTier, "forget_all", lambda self: self._blocks.forget_all()
+
+
+@bug("running requests take the prefill reserve")
+def reserve_taken():
+    return PrefillReserve, "keep_from", lambda self, request: 0
+
+
+@bug("two requests prefill in the reserve")
+def reserve_shared():
+    return PrefillReserve, "is_open_to", lambda self, request: self._num_pages > 0
+
+
+@bug("whoever was in the reserve keeps it when it ends")
+def reserve_kept():
+    original = Scheduler._leave_lane
+
+    def leave_lane(self, request):
+        user = self._reserve.user
+        original(self, request)
+        self._reserve.user = user
+
+    return Scheduler, "_leave_lane", leave_lane
+
+
+@bug("a request goes back to the reserve with its prompt done")
+def reserve_again():
+    return PrefillReserve, "is_open_to", lambda self, request: self._num_pages > 0 and self.user is None
+
+
+@bug("a request stays in the reserve when its prompt is done")
+def reserve_never_left():
+    return Scheduler, "_leave_reserve", lambda self, decisions: None
+
+
+@bug("not the youngest gives way")
+def wrong_victim():
+    return PrefillReserve, "victim", lambda self, running: running[len(running) // 2]
+
+
+@bug("a prompt is not computed although its log probabilities are wanted")
+def cached_logprobs():
+    original = BlockManager.open
+    return BlockManager, "open", lambda self, *args, use_cache, **kwargs: original(self, *args, **kwargs)
+
+
+@bug("a request comes back under its launched step")
+def early_return():
+    original = Scheduler._find_pages
+
+    def find_pages(self, decisions):
+        original(self, decisions)
+        decisions.preempted = False
+
+    return Scheduler, "_find_pages", find_pages
+
+
+@bug("a failed store is believed")
+def failed_store():
+    original = HostTier._end_store
+    return HostTier, "_end_store", lambda self, entry, ok: original(self, entry, True)
+
+
+@bug("a page whose load failed is still found")
+def failed_load_found():
+    def end_load(self, entry, ok):
+        del self._loading[entry.copy.page]
+        return ok
+
+    return HostTier, "_end_load", end_load
+
+
+@bug("who shares a page does not wait for its load")
+def impatient():
+    original = HostTier.is_loading
+
+    def is_loading(self, page):
+        return original(self, page) and self._pages.num_holders(page) <= 2
+
+    return HostTier, "is_loading", is_loading
+
+
+@bug("a load's host block is free")
+def load_unheld():
+    original = HostTier._load
+
+    def load(self, page, host, key):
+        original(self, page, host, key)
+        self._blocks.release([host], 0)
+
+    return HostTier, "_load", load
+
+
+@bug("the last token of a prompt is taken from the cache")
+def whole_prompt():
+    original = BlockManager._find_prefix
+
+    def find_prefix(self, table, token_ids):
+        return original(self, table, [*token_ids, 0])
+
+    return BlockManager, "_find_prefix", find_prefix
+
+
+@bug("what was saved counts one token too many")
+def saved_too_much():
+    original = BlockManager.suspend
+    return BlockManager, "suspend", lambda self, name, num, last_step: original(self, name, num + 1, last_step)
+
+
+@bug("an ended request's host blocks stay held")
+def host_leak():
+    original = BlockManager.close
+
+    def close(self, request_id, last_step):
+        self._tables[request_id].hosts.clear()
+        original(self, request_id, last_step)
+
+    return BlockManager, "close", close
+
+
+@bug("what an unready page holds is saved")
+def unready_save():
+    original = BlockManager.suspend
+
+    def suspend(self, *args):
+        self.is_ready = lambda request_id: True
+        try:
+            original(self, *args)
+        finally:
+            del self.is_ready
+
+    return BlockManager, "suspend", suspend
+
+
+@bug("pages that are found count as had without being available")
+def admits_without_pages():
+    original = PlacePool.is_available
+    return PlacePool, "is_available", lambda self, place: original(self, place) and False

@@ -8,15 +8,16 @@ import random
 from dataclasses import dataclass, replace
 
 from minserve.config import BLOCK_SIZE
-from tests.sim.world import VOCAB, Link, World
+from tests.sim.device import VOCAB, Link
+from tests.sim.world import World
 
 Action = tuple
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A machine and what happens to it. actions: ("submit", id, prompt, max_tokens, salt, ignore_eos), ("abort", id),
-    ("step", count), ("clear",)."""
+    """A machine and what happens to it. actions: ("submit", id, prompt, max_tokens, salt, params), ("abort", id),
+    ("step", count), ("clear",), ("forget pages",)."""
 
     seed: int
     machine: dict
@@ -29,7 +30,7 @@ class Scenario:
 
     def without(self, request_id):
         """The same without one request."""
-        return replace(self, actions=tuple(a for a in self.actions if a[0] in ("step", "clear") or a[1] != request_id))
+        return replace(self, actions=tuple(a for a in self.actions if len(a) == 1 or a[1] != request_id))
 
 
 def make_scenario(seed):
@@ -48,31 +49,36 @@ def make_scenario(seed):
     }
     link = Link(
         seed=seed,
-        max_delay=rng.choice([1, 2, 5, 20]),
+        max_delay=rng.choice([1, 3, 20, 60]),
         failure_rate=rng.choice([0.0, 0.0, 0.1, 0.5]),
         repeat_rate=rng.choice([0.0, 0.0, 0.2]),
     )
     prefixes = [[rng.randrange(1, VOCAB) for _ in range(num_pages * BLOCK_SIZE)] for _ in range(rng.randint(1, 3))]
     longest = (num_pages - machine["prefill_reserve"]) * BLOCK_SIZE
-    return Scenario(seed, machine, link, tuple(_actions(rng, prefixes, longest)))
+    return Scenario(seed, machine, link, tuple(_actions(rng, prefixes, longest, storm=rng.random() < 0.4)))
 
 
-def _actions(rng, prefixes, longest):
-    names = []
+def _actions(rng, prefixes, longest, storm):
+    """storm: short prompts and long answers, so that requests are let in and have to give way."""
+    names, prompts = [], []
     for number in range(rng.randint(2, 10)):
         shared = rng.choice([0, 15, 16, 17, 32, 48, rng.randint(0, longest)])
         prompt = rng.choice(prefixes)[:shared] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40))]
-        prompt = prompt[: rng.choice([longest // 4, longest // 2, longest - 1])]
-        max_tokens = rng.randint(1, min(rng.choice([2, 20, 100]), longest - len(prompt)))
+        prompt = prompt[: longest // 4 if storm else rng.choice([longest // 4, longest // 2, longest - 1])]
+        if prompts and rng.random() < 0.3:
+            prompt = rng.choice(prompts[-2:])
+        prompts.append(prompt)
+        max_tokens = rng.randint(1, min(100 if storm else rng.choice([2, 20, 100]), longest - len(prompt)))
         names.append(f"r{number}")
-        yield "submit", names[-1], tuple(prompt), max_tokens, rng.choice(["", "", "", "other"]), rng.random() < 0.6
+        params = {"ignore_eos": storm or rng.random() < 0.6, "prompt_logprobs": rng.choice([None, None, None, 0])}
+        yield "submit", names[-1], tuple(prompt), max_tokens, rng.choice(["", "", "", "other"]), params
         steps = rng.choice([0, 0, 1, 2, 5, 30])
         if steps:
             yield "step", steps
         if rng.random() < 0.25:
             yield "abort", rng.choice(names)
-        if rng.random() < 0.03:
-            yield ("clear",)
+        if rng.random() < 0.15:
+            yield (rng.choice(["clear", "forget pages"]),)
 
 
 def simulate(scenario):
@@ -80,12 +86,14 @@ def simulate(scenario):
     world = World(link=scenario.link, **scenario.machine)
     for kind, *rest in scenario.actions:
         if kind == "submit":
-            request_id, prompt, max_tokens, salt, ignore_eos = rest
-            world.submit(request_id, prompt, max_tokens, salt, ignore_eos=ignore_eos)
+            request_id, prompt, max_tokens, salt, params = rest
+            world.submit(request_id, prompt, max_tokens, salt, **params)
         elif kind == "abort":
             world.abort(rest[0])
         elif kind == "clear":
-            world.scheduler.clear_prefix_cache()
+            world.clear()
+        elif kind == "forget pages":
+            world.blocks.forget_pages()
         else:
             for _ in range(rest[0]):
                 world.step()
@@ -97,7 +105,7 @@ def violation(scenario):
     """What goes wrong, or None."""
     try:
         simulate(scenario)
-    except (AssertionError, KeyError, IndexError, ValueError, TypeError, StopIteration) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
     return None
 

@@ -1,34 +1,21 @@
-"""A world in which the real scheduler, block manager and host tier run without a model.
+"""A world in which the real scheduler, block manager and host tier run without a model, on a `Device`.
 
-`Device` takes the place of the runner, the device and the link. Instead of keys and values, a page holds the tokens
-that were written into it, and the model is a hash of every token that a row can read through its page table. A page
-that was freed too early, shared wrongly, loaded from the wrong block or never written therefore changes what is read,
-and each read is compared with what the request should have there.
-
-Steps run late: a launched step reads and writes pages only when the device gets to it, at the latest when its result is
-asked for. Copies run later still, in any order; they can fail, and be reported twice.
+It steps like the engine does. After every step it asserts every invariant, and the rules of who gives way and who
+leaves which pages alone; at the end, that every output is what it should be and nothing is left over.
 """
 
-import hashlib
-import random
 from collections import deque
 from dataclasses import dataclass, field
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import StepResult
+from minserve.engine.request import Status
 from minserve.engine.scheduler import Scheduler
 from minserve.memory.blocks import BlockManager
-from minserve.memory.copies import Completion
 from minserve.protocol import SamplingParams, Submit
+from tests.sim.device import VOCAB, Device, Link, next_token, prompt_logprob
 
-VOCAB = 50
 END_TOKEN = 0
-POISON = [-1] * BLOCK_SIZE
-
-
-def next_token(tokens):
-    """What the model of this world says after `tokens`."""
-    return hashlib.blake2b(bytes(tokens), digest_size=4).digest()[0] % VOCAB
 
 
 class Text:
@@ -50,99 +37,6 @@ def expected_tokens(submit):
     if END_TOKEN in output and not params.ignore_eos:
         return output[: output.index(END_TOKEN) + 1]
     return output
-
-
-@dataclass
-class Link:
-    """How copies fare: each ends 1 to max_delay polls after its start."""
-
-    seed: int = 0
-    max_delay: int = 1
-    failure_rate: float = 0.0
-    repeat_rate: float = 0.0
-
-
-class Device:
-    """Page contents, the lanes' page tables and last tokens, host blocks, and the copies under way."""
-
-    def __init__(self, num_pages, num_lanes, num_host_blocks, link):
-        self.pages = [list(POISON) for _ in range(num_pages)]
-        self.host = [list(POISON) for _ in range(num_host_blocks)]
-        self.tables = [[] for _ in range(num_lanes)]
-        self.last_token = [None] * num_lanes
-        self._link = link
-        self._random = random.Random(link.seed)
-        self._polls = 0
-        self._copies = []
-        self._staging = {}
-
-    # ---- steps ----
-
-    def run(self, plan, texts):
-        """texts: what each lane of the plan should hold, by lane."""
-        for setup in plan.setups:
-            self.tables[setup.lane] = []
-            self.last_token[setup.lane] = setup.last_token
-        for lane, first, pages in plan.new_pages:
-            assert first == len(self.tables[lane]), "pages were added to a table with a gap"
-            self.tables[lane].extend(pages)
-        tokens = []
-        for chunk in plan.chunks:
-            for offset, token in enumerate(chunk.token_ids):
-                self._write(chunk.lane, chunk.start + offset, token)
-            read = self._read(chunk.lane, chunk.start + len(chunk.token_ids), texts)
-            if chunk.samples:
-                tokens.append((chunk.lane, read))
-        for row in plan.rows:
-            self._write(row.lane, row.position, self.last_token[row.lane])
-            tokens.append((row.lane, self._read(row.lane, row.position + 1, texts)))
-        assert [lane for lane, _ in tokens] == [sample.lane for sample in plan.samples]
-        for lane, token in tokens:
-            self.last_token[lane] = token
-        return StepResult(plan.step, [token for _, token in tokens], [None] * len(tokens), [[] for _ in plan.chunks])
-
-    def _write(self, lane, position, token):
-        self.pages[self.tables[lane][position // BLOCK_SIZE]][position % BLOCK_SIZE] = token
-
-    def _read(self, lane, num_tokens, texts):
-        table = self.tables[lane]
-        read = [self.pages[table[at // BLOCK_SIZE]][at % BLOCK_SIZE] for at in range(num_tokens)]
-        assert read == texts[lane].upto(num_tokens), f"lane {lane} read what is not its own"
-        return next_token(read)
-
-    # ---- copies (a CopyEngine) ----
-
-    def submit(self, copies):
-        for copy in copies:
-            # A store is gathered into a staging buffer first and crosses the link from there.
-            self._staging[self.staging_buffer(copy)] = list(self.pages[copy.page])
-            due = self._polls + self._random.randint(1, self._link.max_delay)
-            ok = self._random.random() >= self._link.failure_rate
-            self._copies.append((due, ok, copy))
-            if self._random.random() < 0.5:
-                self._move(copy, ok)  # done at once, reported later: launched steps may come after it
-
-    def staging_buffer(self, copy):
-        return copy.id
-
-    def _move(self, copy, ok):
-        if copy.kind == "store":
-            self.host[copy.host] = list(self._staging[self.staging_buffer(copy)]) if ok else list(POISON)
-        else:
-            self.pages[copy.page] = list(self.host[copy.host]) if ok else list(POISON)
-
-    def poll(self):
-        self._polls += 1
-        due = [entry for entry in self._copies if entry[0] <= self._polls]
-        self._copies = [entry for entry in self._copies if entry[0] > self._polls]
-        self._random.shuffle(due)
-        completions = []
-        for _, ok, copy in due:
-            self._move(copy, ok)
-            completions.append(Completion(copy.id, ok))
-            if self._random.random() < self._link.repeat_rate:
-                completions.append(Completion(copy.id, ok))
-        return completions
 
 
 @dataclass
@@ -188,6 +82,8 @@ class World:
         self.plans = []
         self.submitted = {}
         self.replaced = []
+        self.forgotten = set()
+        self.before_clear = set()
         self.texts = {}
         self.outputs = {}
         self.ends = {}
@@ -211,10 +107,17 @@ class World:
     def abort(self, request_id):
         self.scheduler.abort(request_id)
 
+    def clear(self):
+        """Forget every cached prefix: what has ended is found by no request that comes after."""
+        self.scheduler.clear_prefix_cache()
+        self.replaced.clear()
+        self.forgotten = set(self.ends)
+        self.before_clear = self.submitted.keys() - self.ends.keys()
+
     def step(self):
-        plan = self.scheduler.schedule()
-        self.scheduler.check()
+        plan = self._schedule()
         if not plan.is_empty:
+            self.device.prepare(plan)
             self.plans.append(plan)
             texts = {request.lane: self.texts[request.id] for request in self.scheduler.running}
             self.in_flight.append(Launched(plan, texts))
@@ -229,6 +132,28 @@ class World:
             self._take(delta)
         return plan
 
+    def _schedule(self):
+        reserve = self.scheduler._reserve
+        before, user = self._running_sizes(), reserve.user
+        prompt_done = user is not None and user.is_decoding and not user.wants_no_more
+        plan = self.scheduler.schedule()
+        self.scheduler.check()
+        after = self._running_sizes()
+        in_reserve = {user, reserve.user}
+        gave_way = [request for request in before if request.status is Status.WAITING]
+        if self.link.failure_rate == 0:  # else they may wait because a load failed
+            stayed = [request.arrival for request in before.keys() & after.keys() - in_reserve]
+            assert all(request.arrival > max(stayed, default=0) for request in gave_way), "not the youngest gave way"
+        if in_reserve == {None} and any(size > before.get(request, 0) for request, size in after.items()):
+            assert self.blocks.num_available >= self.prefill_reserve, "a page of the reserve was taken"
+        assert reserve.user is None or reserve.user.num_output_tokens == 0, "the reserve is for prompts"
+        assert not prompt_done or reserve.user is not user, "a request stays in the reserve"
+        return plan
+
+    def _running_sizes(self):
+        """How many pages each running request has."""
+        return {request: len(self.blocks.pages(request.id)) for request in self.scheduler.running}
+
     def _catch_up(self, num_left):
         """Let the device run all launched steps but the num_left newest."""
         for launched in list(self.in_flight)[: len(self.in_flight) - num_left]:
@@ -238,6 +163,7 @@ class World:
     def _take(self, delta):
         assert delta.request_id not in self.ends, f"{delta.request_id} spoke after its end"
         self.outputs[delta.request_id] += delta.token_ids
+        self._check_prompt_logprobs(delta)
         if delta.cached_tokens is not None:
             self._check_tenant(delta.request_id, delta.cached_tokens)
             self.cached[delta.request_id] = delta.cached_tokens
@@ -245,15 +171,26 @@ class World:
         if delta.finish_reason is not None:
             self.ends[delta.request_id] = delta.finish_reason
 
+    def _check_prompt_logprobs(self, delta):
+        """The first delta has them all, each of its own position."""
+        submit = self.submitted[delta.request_id]
+        wanted = submit.params.prompt_logprobs is not None and delta.request_id not in self.cached
+        if wanted and delta.finish_reason != "abort":
+            tokens = submit.prompt_token_ids
+            assert delta.prompt_logprobs == [None] + [prompt_logprob(at, tokens[at]) for at in range(1, len(tokens))]
+        else:
+            assert delta.prompt_logprobs is None
+
     def _check_tenant(self, request_id, num_cached):
-        """Cached tokens come from the same prefix of a request with the same salt."""
+        """Cached tokens come from the same prefix of a request with the same salt that was not forgotten."""
         own = self.submitted[request_id]
         tokens = own.prompt_token_ids[:num_cached]
-        others = self.replaced + [other for name, other in self.submitted.items() if name != request_id]
+        forgotten = {request_id} | (set() if request_id in self.before_clear else self.forgotten)
+        others = self.replaced + [other for name, other in self.submitted.items() if name not in forgotten]
         assert not num_cached or any(
             other.cache_salt == own.cache_salt and Text(other.prompt_token_ids).upto(num_cached) == tokens
             for other in others
-        ), f"{request_id} was given another tenant's blocks"
+        ), f"{request_id} was given forgotten blocks, or another tenant's"
 
     @property
     def has_work(self):
@@ -282,6 +219,8 @@ class World:
         for _ in range(self.link.max_delay + 1):
             self.step()
         assert self.blocks.num_copies == 0
+        kept = self.blocks._tables.keys() | self.blocks._suspended.keys()
+        assert not kept, "something is kept of a request that has ended"
         assert self.blocks.num_available == self.num_pages, "pages are still held"
         assert self.blocks.num_host_held == 0, "host blocks are still held"
         assert self.scheduler.stats().num_running == self.scheduler.stats().num_waiting == 0

@@ -51,6 +51,7 @@ class BlocksMachine(RuleBasedStateMachine):
         cached = opened(self.blocks, request_id, tokens)
         if cached is None:
             assert self.blocks.num_available == before
+            assert blocks_for(len(tokens)) + bool(self.open) > before, "there was room"
             return
         assert cached % BLOCK_SIZE == 0
         assert cached < len(tokens)

@@ -179,6 +179,62 @@ def test_what_was_kept_of_an_aborted_request_is_let_go():
     blocks.check()
 
 
+def test_the_end_of_a_sequence_is_given_up_before_its_beginning():
+    blocks, _ = tier(num_pages=12, num_host_blocks=6)
+    first, second = tokens_of(1, 4), tokens_of(2, 4)
+    for name, tokens in (("first", first), ("second", second)):
+        compute(blocks, name, tokens)
+        blocks.poll_copies()
+        blocks.close(name, 0)
+    blocks.forget_pages()
+    assert blocks.open("first", first, "", []).host == 2 * BLOCK_SIZE
+    assert blocks.open("second", second, "", []).host == 4 * BLOCK_SIZE
+
+
+def test_a_prompt_larger_than_the_tier_keeps_its_beginning():
+    blocks, _ = tier(num_pages=12, num_host_blocks=4)
+    tokens = tokens_of(1, 10)
+    blocks.open("a", tokens, "", [])
+    for num_tokens in range(BLOCK_SIZE, len(tokens), BLOCK_SIZE):
+        blocks.publish("a", tokens, num_tokens)
+        blocks.poll_copies()
+    blocks.close("a", 0)
+    blocks.forget_pages()
+    assert blocks.open("b", tokens, "", []).host == 4 * BLOCK_SIZE
+
+
+def test_a_running_request_has_its_host_blocks_when_it_has_to_give_way():
+    blocks, _ = tier(num_pages=8, num_host_blocks=4)
+    tokens = tokens_of(1, 2, extra=6)
+    compute(blocks, "a", tokens)
+    for seed in (2, 3, 4):
+        compute(blocks, "other", tokens_of(seed, 3))
+        blocks.poll_copies()
+        blocks.close("other", 0)
+    blocks.suspend("a", len(tokens) - 1, 0)
+    blocks.poll_copies()
+    blocks.forget_pages()
+    assert blocks.open("a", tokens, "", []).num_tokens == len(tokens) - 1
+
+
+def test_a_cleared_cache_has_nothing_that_was_on_its_way():
+    blocks, _ = tier(num_pages=12, fate=lambda copy: (2, True))
+    tokens = tokens_of(1, 2)
+    compute(blocks, "a", tokens)
+    blocks.close("a", 0)
+    blocks.clear_cache()
+    compute(blocks, "b", tokens)
+    blocks.close("b", 0)
+    blocks.forget_pages()
+    blocks.poll_copies()
+    blocks.poll_copies()
+    blocks.check()
+    assert blocks.open("c", tokens, "", []).host == 2 * BLOCK_SIZE, "what was computed later is found"
+    blocks.close("c", 0)
+    blocks.clear_cache()
+    assert blocks.open("d", tokens, "", []).num_tokens == 0
+
+
 def test_a_request_waits_in_its_lane_while_its_prefix_is_loaded_and_others_go_on():
     world = World(num_pages=12, num_host_blocks=20, link=Link(max_delay=1))
     prompt = [3] * (4 * BLOCK_SIZE + 1)

@@ -20,7 +20,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.keys = {}
         self.launched = 0
         self.ended = 0
-        self.last_use = {}
+        self.last_use = dict.fromkeys(range(NUM_PLACES), 0)
 
     @rule(count=st.integers(0, NUM_PLACES + 1))
     def allocate(self, count):
@@ -29,17 +29,18 @@ class PoolMachine(RuleBasedStateMachine):
         assert (places is None) == (count > available)
         for place in places or []:
             assert place not in self.holders, "a held place was given away"
-            assert self.last_use.get(place, 0) <= self.ended, "a place was given away under a launched step"
+            assert self.last_use[place] <= self.ended, "a place was given away under a launched step"
             self.holders.append(place)
             self.keys = {key: other for key, other in self.keys.items() if other != place}
 
-    @rule(data=st.data(), last_step=st.integers(0, 2))
-    def release(self, data, last_step):
+    @rule(data=st.data(), steps_ago=st.integers(0, 2))
+    def release(self, data, steps_ago):
         if self.holders:
             place = data.draw(st.sampled_from(self.holders))
             self.holders.remove(place)
-            self.last_use[place] = self.launched
-            self.pool.release([place], self.launched)
+            last_step = max(0, self.launched - steps_ago)
+            self.last_use[place] = max(self.last_use[place], last_step)
+            self.pool.release([place], last_step)
 
     @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c"]))
     def publish(self, data, key):
@@ -57,6 +58,18 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.hold(place)
             self.holders.append(place)
 
+    @rule(data=st.data())
+    def unpublish(self, data):
+        if self.holders:
+            place = data.draw(st.sampled_from(self.holders))
+            self.pool.unpublish(place)
+            self.keys = {key: other for key, other in self.keys.items() if other != place}
+
+    @rule()
+    def forget_all(self):
+        self.pool.forget_all()
+        self.keys.clear()
+
     @rule()
     def launch(self):
         self.launched += 1
@@ -70,6 +83,9 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self):
         self.pool.check(self.holders)
+        waiting = {place for place, step in self.last_use.items() if step > self.ended} - set(self.holders)
+        assert self.pool.num_quarantined == len(waiting)
+        assert self.pool.num_available == NUM_PLACES - len(waiting | set(self.holders))
 
 
 PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
