@@ -336,23 +336,6 @@ def whole_prompt():
     return BlockManager, "_find_prefix", find_prefix
 
 
-@bug("what was saved counts one token too many")
-def saved_too_much():
-    original = BlockManager.suspend
-    return BlockManager, "suspend", lambda self, name, num, last_step: original(self, name, num + 1, last_step)
-
-
-@bug("an ended request's host blocks stay held")
-def host_leak():
-    original = BlockManager.close
-
-    def close(self, request_id, last_step):
-        self._tables[request_id].hosts.clear()
-        original(self, request_id, last_step)
-
-    return BlockManager, "close", close
-
-
 @bug("what an unready page holds is saved")
 def unready_save():
     original = BlockManager.suspend
@@ -365,9 +348,3 @@ def unready_save():
             del self.is_ready
 
     return BlockManager, "suspend", suspend
-
-
-@bug("pages that are found count as had without being available")
-def admits_without_pages():
-    original = PlacePool.is_available
-    return PlacePool, "is_available", lambda self, place: original(self, place) and False
