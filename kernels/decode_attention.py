@@ -16,9 +16,9 @@ from minserve.kernels.gather_pages import gather_pages, page_rows
 
 @dataclass(frozen=True, slots=True)
 class DecodeIndex:
-    """What all layers of a step share. rows: from page_rows; num_keys: of the longest row.
+    """What all layers of a step share. rows: from page_rows; num_keys: how many keys are looked at.
 
-    mask: [rows, 1, 1, num_keys], what is added to scores: 0, or -inf past a row's end; None if there is but one row.
+    mask: [rows, 1, 1, num_keys], what is added to scores: 0, or -inf past a row's end; None if no row ends before.
     """
 
     rows: torch.Tensor
@@ -27,11 +27,13 @@ class DecodeIndex:
 
 
 def decode_index(page_table: torch.Tensor, lengths: torch.Tensor, num_keys: int, kv: torch.Tensor) -> DecodeIndex:
-    """page_table: [rows, blocks] int, any page where a row has fewer blocks; lengths: [rows] int64, at most num_keys;
-    kv: the pages of any layer."""
+    """page_table: [rows, blocks] int, any page where a row has fewer blocks; lengths: [rows] int64, the longest of them
+    num_keys; kv: the pages of any layer."""
     rows = page_rows(page_table, kv.shape[1])
-    if page_table.shape[0] == 1:
+    if page_table.shape[0] == 1 and kv.device.type == "cpu":
         return DecodeIndex(rows, num_keys, None)
+    # Whole blocks elsewhere: on CUDA a new number of keys may be a new plan of cuDNN's, for 0.4 s.
+    num_keys = page_table.shape[1] * kv.shape[3]
     outside = torch.arange(num_keys, device=kv.device)[None, :] >= lengths[:, None]
     mask = torch.zeros(outside.shape, dtype=kv.dtype, device=kv.device).masked_fill(outside, -torch.inf)
     return DecodeIndex(rows, num_keys, mask[:, None, None, :])

@@ -116,6 +116,8 @@ class LLM:
         messages: as OpenAI's, with "role" and "content". template_kwargs: what the chat template takes besides them.
         Raises as `generate` does.
         """
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError('messages must be a list of {"role": ..., "content": ...}', param="messages")
         text = self.chat_template.render(messages, template_kwargs=template_kwargs or {})
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         rest = max(1, self.engine.info.max_model_len - len(ids))

@@ -20,4 +20,4 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    return ModelCard(name, service.created, service.config.model_path, service.engine.info.max_model_len)
+    return ModelCard(name, service.created, service.config.served_model_names[0], service.engine.info.max_model_len)

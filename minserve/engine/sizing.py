@@ -15,6 +15,9 @@ from minserve.memory.pages import KVPages
 from minserve.models.config import ModelConfig
 
 GIB = 2**30
+SMALLEST_CONTEXT = 256
+"""A context that is cut to what the pages hold is not cut below this: nobody means that."""
+
 CPU_SHARE_OF_FREE_MEMORY = 0.25
 CUDA_WORKSPACE_BYTES = 2 * GIB
 
@@ -67,7 +70,7 @@ def choose_context(config: EngineConfig, model: ModelConfig, dtype: torch.dtype,
     num_reserved = blocks_for(config.prefill_reserve)
     num_pages = min(kv_bytes // page_bytes, config.max_num_seqs * blocks_for(wanted) + num_reserved)
     fits = (num_pages - num_reserved) * BLOCK_SIZE
-    if wanted > fits and (config.max_model_len is not None or fits < BLOCK_SIZE):
+    if wanted > fits and (config.max_model_len is not None or fits < SMALLEST_CONTEXT):
         reserve = f" beside a prefill reserve of {config.prefill_reserve} tokens" if num_reserved else ""
         raise ConfigError(
             f"a context of {wanted} tokens{reserve} needs {(blocks_for(wanted) + num_reserved) * page_bytes / GIB:.2f} "
@@ -79,11 +82,18 @@ def choose_context(config: EngineConfig, model: ModelConfig, dtype: torch.dtype,
 
 def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
     """Bytes for KV pages, after the weights have been loaded."""
+    if device.type == "cpu":
+        free = total = _available_host_bytes()
+    else:
+        free, total = torch.cuda.mem_get_info(device)
     if config.kv_cache_memory is not None:
+        if config.kv_cache_memory > free:
+            raise ConfigError(
+                f"--kv-cache-memory {config.kv_cache_memory / GIB:.2f} GiB: only {free / GIB:.2f} GiB are free"
+            )
         return config.kv_cache_memory
     if device.type == "cpu":
-        return int(_available_host_bytes() * CPU_SHARE_OF_FREE_MEMORY)
-    free, total = torch.cuda.mem_get_info(device)
+        return int(free * CPU_SHARE_OF_FREE_MEMORY)
     return max(0, int(total * config.gpu_memory_utilization) - (total - free) - CUDA_WORKSPACE_BYTES)
 
 

@@ -119,3 +119,10 @@ def test_chat_answers_the_prompt_that_the_template_writes(llm):
     prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert llm.tokenizer.decode(completion.prompt_token_ids, skip_special_tokens=False) == prompt
     assert len(completion.token_ids) == 3
+
+
+@pytest.mark.parametrize("messages", ["hello", ["hello"]])
+def test_messages_that_are_no_messages_are_refused(llm, messages):
+    with pytest.raises(RequestError) as error:
+        llm.chat(messages)
+    assert error.value.param == "messages"

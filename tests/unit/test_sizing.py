@@ -1,10 +1,12 @@
-"""Host memory for KV: what is there, and what is refused."""
+"""Memory for KV and the context that fits into it: what is there, and what is refused."""
 
 import pytest
+import torch
 
 from minserve.config import EngineConfig
 from minserve.engine import sizing
 from minserve.errors import ConfigError
+from minserve.models.config import ModelConfig, RopeConfig
 
 MIB = 2**20
 MACHINE = {
@@ -45,3 +47,71 @@ def test_without_prefix_caching_nothing_could_be_found_there():
     with pytest.raises(ConfigError, match="needs prefix caching"):
         blocks(100, enable_prefix_caching=False)
     assert blocks(0, enable_prefix_caching=False) == 0
+
+
+def kv_bytes(mib):
+    config = EngineConfig(model_path="x", kv_cache_memory=None if mib is None else mib * MIB)
+    return sizing.kv_cache_bytes(config, torch.device("cpu")) / MIB
+
+
+def test_a_cpus_kv_cache_is_a_quarter_of_what_is_free_or_what_is_asked_for():
+    assert kv_bytes(None) == 150
+    assert kv_bytes(600) == 600
+
+
+def test_a_kv_cache_larger_than_the_memory_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory 0\.98 GiB: only 0\.59 GiB"):
+        kv_bytes(1000)
+
+
+TINY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    rope=RopeConfig(),
+    dtype="float32",
+)
+PAGE_BYTES = 2 * 16 * 8 * 4
+
+
+def context(num_pages, **options):
+    config = EngineConfig(model_path="x", **options)
+    return sizing.choose_context(config, TINY, torch.float32, num_pages * PAGE_BYTES)
+
+
+def test_a_context_that_was_not_asked_for_is_cut_to_what_the_pages_hold():
+    assert context(1000) == (4096, 1000)
+    assert context(16) == (256, 16)
+
+
+def test_a_context_is_not_cut_to_almost_nothing():
+    with pytest.raises(ConfigError, match="lower --max-model-len to 240"):
+        context(15)
+
+
+def test_a_context_that_was_asked_for_is_never_cut():
+    assert context(15, max_model_len=240) == (240, 15)
+    with pytest.raises(ConfigError, match="lower --max-model-len to 240"):
+        context(15, max_model_len=256)
+
+
+def test_the_prefill_reserve_is_beside_the_context():
+    assert context(20, max_model_len=256, prefill_reserve=64) == (256, 20)
+    with pytest.raises(ConfigError, match="beside a prefill reserve of 65 tokens"):
+        context(20, max_model_len=256, prefill_reserve=65)
+
+
+def test_a_context_longer_than_the_models_positions_is_refused():
+    with pytest.raises(ConfigError, match="positions end at 4096"):
+        context(1000, max_model_len=4097)
