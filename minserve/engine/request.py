@@ -75,6 +75,11 @@ class Request:
         return len(self.token_ids) + self.num_in_flight
 
     @property
+    def num_pending(self) -> int:
+        """Tokens that it has and that have no KV yet."""
+        return self.num_tokens - self.num_computed
+
+    @property
     def num_output_tokens(self) -> int:
         """Generated tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
@@ -87,7 +92,7 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Its only token without KV is one that was sampled: its next row reads it on the device."""
-        return self.num_tokens - self.num_computed == 1 and self.num_computed >= self.num_prompt_tokens
+        return self.num_pending == 1 and self.num_computed >= self.num_prompt_tokens
 
     @property
     def penalized(self) -> bool:

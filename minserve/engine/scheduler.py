@@ -116,7 +116,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         active = [r for r in self._running if not r.wants_no_more and self._blocks.is_ready(r.id)]
         for request in sorted(active, key=lambda request: not request.is_decoding):
-            count = min(budget, request.num_tokens - request.num_computed)
+            count = min(budget, request.num_pending)
             if count:
                 decisions.counts[request] = count
                 budget -= count
@@ -164,7 +164,7 @@ class Scheduler:
             del self._waiting[0]
             self._start(request, cached)
             if self._blocks.is_ready(request.id):
-                decisions.counts[request] = min(budget, request.num_tokens - request.num_computed)
+                decisions.counts[request] = min(budget, request.num_pending)
                 budget -= decisions.counts[request]
 
     def _open(self, request: Request, keep: int) -> Cached | None:
