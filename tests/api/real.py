@@ -37,6 +37,11 @@ class RealServer:
         self._reader.start()
         self.url = self._wait_ready()
 
+    @property
+    def faults(self) -> list[str]:
+        """Lines that tell of a fault of ours: tracebacks, and answers with a status of 5xx (see the access log)."""
+        return [line for line in self.lines if "Traceback" in line or re.search(r"/\S* 5\d\d \d+ ms id=", line)]
+
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 

@@ -1,0 +1,20 @@
+"""Triton, where it exists: `from minserve.kernels.lang import tl, triton`.
+
+On a system without Triton there is no CUDA device either: kernels are defined but never launched there, and the torch
+references serve.
+"""
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+
+def _triton() -> tuple[Any, Any]:
+    try:
+        return import_module("triton"), import_module("triton.language")
+    except ImportError:
+        # What is looked at when a kernel is defined: its decorator, and the annotations of its parameters.
+        return SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=Any)
+
+
+triton, tl = _triton()
