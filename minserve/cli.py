@@ -123,4 +123,5 @@ def engine_config_of(
         eos_token_ids=eos_token_ids,
         token_id_ranges=token_id_ranges,
         seed=args.seed,
+        enforce_eager=args.enforce_eager,
     )

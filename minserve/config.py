@@ -28,8 +28,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
     host_kv: bytes of host memory for blocks that have no page; 0: none. It needs prefix caching.
     prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
+    max_num_seqs: requests that run at once. None: 256 on a GPU, 64 on a CPU.
     max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
         None: 2048 on a GPU, 512 on a CPU, where a step of 2048 would hold up all streams for seconds.
+    enforce_eager: run decode steps as they stand, not from CUDA graphs (a CPU has none).
     run_ahead: steps that are launched before the tokens of the last one are known; None: 1 on a GPU, 0 on a CPU,
         where launching is running.
     """
@@ -39,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: PositiveInt | None = None
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] | None = None
     max_num_batched_tokens: PositiveInt | None = None
     kv_cache_memory: PositiveInt | None = None
     host_kv: NonNegativeInt = 0
@@ -51,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     token_id_ranges: tuple[tuple[int, int], ...] = ()
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     run_ahead: Literal[0, 1] | None = None
+    enforce_eager: bool = False
 
     @classmethod
     def checked(cls, **fields: Any) -> "EngineConfig":

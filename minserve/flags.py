@@ -27,8 +27,6 @@ NOT_SUPPORTED: dict[str, str] = {
     "--quantization": "",
     "-q": "",
     "--kv-cache-dtype": "",
-    "--enforce-eager": "there are no CUDA graphs yet, so every step is eager",
-    "--disable-cuda-graph": "there are no CUDA graphs yet, so every step is eager",
     "--reasoning-parser": "",
     "--pipeline-parallel-size": "",
     "-pp": "",
@@ -228,9 +226,8 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--max-num-seqs",
         "--max-running-requests",
         type=number(int, 1, 4096),
-        default=64,
         metavar="N",
-        help="default 64",
+        help="requests at once (default 256; 64 on a CPU)",
     )
     add(
         "--max-num-batched-tokens",
@@ -261,6 +258,12 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         default=0.9,
         metavar="F",
         help="share of the GPU's memory to use (default 0.9)",
+    )
+    add(
+        "--enforce-eager",
+        "--disable-cuda-graph",
+        action="store_true",
+        help="launch decode steps anew, not from CUDA graphs",
     )
     add(
         "--enable-prefix-caching",

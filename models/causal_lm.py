@@ -10,46 +10,46 @@ import torch
 from torch import nn
 
 from minserve.kernels.linear import linear
-from minserve.kernels.rope import gather_rope
 from minserve.models.config import ModelConfig
-from minserve.models.layers import Attend, FusedLinear, GatedMLP, Linear, RMSNorm, Rope, SelfAttention
+from minserve.models.layers import Attend, FusedLinear, GatedMLP, Linear, RMSNorm, SelfAttention
 from minserve.models.rope import make_rope_table
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream by the norm after it."""
 
-    def __init__(self, config: ModelConfig, attention: SelfAttention) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = attention
+        self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, attend: Attend
+        self, x: torch.Tensor, residual: torch.Tensor | None, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [tokens, hidden], what the layer before adds to the residual. Returns the same two of this layer."""
         x, residual = self.input_layernorm.add(x, residual)
-        x, residual = self.post_attention_layernorm.add(self.self_attn(x, rope, attend), residual)
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, attend), residual)
         return self.mlp(x), residual
 
 
 class CausalLM(nn.Module):
-    """Token ids in, hidden states and logits out; for inference only.
+    """Token ids in, hidden states and logits out; for inference only: Llama 2 and 3, SmolLM2 and their kin
+    (LlamaForCausalLM), and Qwen3, dense (Qwen3ForCausalLM), which differ by what their configurations say.
 
-    attention: the self-attention of each layer, in order. The names of modules are those of Hugging Face checkpoints.
+    The names of modules are those of Hugging Face checkpoints.
     Call `set_max_positions` once the weights are on their device, before the first forward pass.
     """
 
     rope_table: torch.Tensor
     """[num_positions, 2, head_dim / 2] float32; computed, never part of a checkpoint."""
 
-    def __init__(self, config: ModelConfig, attention: list[SelfAttention]) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, part) for part in attention)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
@@ -62,17 +62,17 @@ class CausalLM(nn.Module):
         device = self.embed_tokens.weight.device
         self.rope_table = make_rope_table(self.config.rope, self.config.head_dim, num_positions, device)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """token_ids, positions: [tokens] int64, of one or many sequences. Returns [tokens, hidden], normalized."""
-        rope = gather_rope(self.rope_table, positions)
+    def forward(self, token_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """token_ids: [tokens] int64, of one or many sequences; attend knows where each stands. Returns [tokens, hidden],
+        normalized."""
         x, residual = self.embed_tokens(token_ids), None
         for layer in self.layers:
-            x, residual = layer(x, residual, rope, attend)
+            x, residual = layer(x, residual, attend)
         return self.norm.add(x, residual)[0]
 
     if TYPE_CHECKING:
 
-        def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor: ...
+        def __call__(self, token_ids: torch.Tensor, attend: Attend) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] from `forward`. Returns [rows, vocab] in the model's dtype."""
@@ -92,3 +92,9 @@ class CausalLM(nn.Module):
                 else:
                     tensors[f"{prefix}{path}.{name}"] = parameter
         return tensors
+
+
+def build_model(config: ModelConfig) -> CausalLM:
+    """The model on "meta": its parameters have shapes only, until weights are loaded."""
+    with torch.device("meta"):
+        return CausalLM(config).eval()

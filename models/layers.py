@@ -15,17 +15,17 @@ from minserve.kernels.rms_norm import add_rms_norm, rms_norm
 from minserve.kernels.silu_mul import silu_mul
 from minserve.models.config import ModelConfig
 
-Rope = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of a pass's tokens, as kernels.rope.gather_rope gives them."""
+Norms = tuple[torch.Tensor, torch.Tensor]
+"""The weights of the norms on each head of q and of k, [head_dim] each."""
 
 
 class Attend(Protocol):
-    """Stores k and v of new tokens and attends them and all that came before."""
+    """Makes q and k ready to be compared, stores k and v of new tokens, and attends them and all that came before."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; norm and RoPE are in them.
+    def __call__(self, layer: int, qkv: torch.Tensor, norms: Norms | None) -> torch.Tensor:
+        """qkv: [tokens, heads + 2 * kv_heads, head_dim], contiguous. Returns [tokens, heads * head_dim].
 
-        They may be views with gaps between tokens; each head is contiguous. Returns [tokens, heads * head_dim].
+        norms: None where the model has none.
         """
 
 
@@ -86,23 +86,27 @@ class GatedMLP(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The projections around attention. How q and k become ready to be compared differs by model: `prepare`."""
+    """The projections around attention, and the norms of q and k where the model has them (Qwen3)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.attention_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def prepare(self, qkv: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split qkv: [tokens, heads + 2 * kv_heads, head_dim] by kind, and normalize and rotate what the model does."""
-        raise NotImplementedError
+    @property
+    def norms(self) -> Norms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.weight, self.k_norm.weight
 
-    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        out: torch.Tensor = self.o_proj(attend(self.layer, *self.prepare(qkv, rope)))
+        out: torch.Tensor = self.o_proj(attend(self.layer, qkv, self.norms))
         return out

@@ -95,16 +95,20 @@ def describe(config: ServerConfig, info: Ready) -> list[str]:
 
 
 class LoadingBar:
-    """The progress of the weights: a bar on a terminal, nothing in a log."""
+    """How far the engine's start is: a bar for each phase on a terminal, nothing in a log."""
 
     def __init__(self) -> None:
         self._bar: tqdm[NoReturn] | None = None
+        self._phase = ""
 
     def show(self, starting: Starting) -> None:
         """Take the engine's word for how far it is."""
-        if self._bar is None:
-            self._bar = tqdm(total=starting.total_bytes, desc="weights", unit="B", unit_scale=True, disable=None)
-        self._bar.update(starting.loaded_bytes - self._bar.n)
+        if self._bar is None or starting.phase != self._phase:
+            self.close()
+            unit, scale = ("B", True) if starting.phase == "weights" else ("it", False)
+            self._phase = starting.phase
+            self._bar = tqdm(total=starting.total, desc=starting.phase, unit=unit, unit_scale=scale, disable=None)
+        self._bar.update(starting.done - self._bar.n)
 
     def close(self) -> None:
         """Leave the terminal to others."""

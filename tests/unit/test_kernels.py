@@ -9,7 +9,7 @@ from minserve.config import BLOCK_SIZE
 from minserve.kernels.decode_attention import decode_attention, decode_index
 from minserve.kernels.gather_pages import gather_pages, page_rows
 from minserve.kernels.kv_write import kv_write
-from minserve.kernels.prefill_attention import chunk_mask, prefill_attention
+from minserve.kernels.prefill_attention import chunk_mask, masked_attention
 from minserve.kernels.sampling import apply_penalties, filter_logits, gumbel_noise
 
 
@@ -52,7 +52,7 @@ def test_prefill_attention_sees_what_comes_before_each_token_and_nothing_after(s
     k, v = torch.randn(2, start + count, kv_heads, head_dim)
     q = torch.randn(count, heads, head_dim)
     mask = chunk_mask(start, count, start + count, torch.device("cpu"))
-    out = prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), mask)
+    out = masked_attention(q, k.transpose(0, 1), v.transpose(0, 1), mask)
     for row in range(count):
         seen = start + row + 1
         torch.testing.assert_close(out[row].double(), attend(q[row], k[:seen], v[:seen]), atol=1e-5, rtol=1e-5)
