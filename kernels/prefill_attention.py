@@ -58,7 +58,9 @@ def flash_attention_reference(
     """Torch reference, by the formula."""
     num_tokens, heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = k.shape
-    grouped = q.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # a KV head's query heads, one after another
+    grouped = (
+        q.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+    )  # a KV head's query heads, one after another
     scores = (grouped @ k.float().mT / math.sqrt(head_dim)).view(heads, num_tokens, num_keys)
     if causal:
         outside = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=q.device).triu(1)

@@ -110,6 +110,7 @@ def engine_config_of(
         model_path=str(model_folder),
         load_format=args.load_format,
         dtype=args.dtype,
+        quantization=args.quantization,
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

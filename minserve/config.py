@@ -25,6 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_path: a local folder with config.json and safetensors (a hub name has been resolved by then).
     token_id_ranges: half-open ranges of the logits' columns that are real tokens; others are never sampled.
         Empty: all of them.
+    quantization: "fp8": keep the projections of the layers in 8 bits; None: as the checkpoint has them.
     kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
     host_kv: bytes of host memory for blocks that have no page; 0: none. It needs prefix caching.
     prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
@@ -39,6 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_path: str
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["fp8"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: PositiveInt | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] | None = None

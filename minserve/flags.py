@@ -24,8 +24,6 @@ NOT_SUPPORTED: dict[str, str] = {
     "--fetch": "",
     "--cpu-offload-gb": "",
     "--swap-space": "",
-    "--quantization": "",
-    "-q": "",
     "--kv-cache-dtype": "",
     "--reasoning-parser": "",
     "--pipeline-parallel-size": "",
@@ -195,6 +193,12 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="what clients call it (default: MODEL)")
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of weights and KV")
+    add(
+        "--quantization",
+        "-q",
+        choices=("fp8",),
+        help="weights of layers in 8 bits (default: as the checkpoint has them)",
+    )
     add("--max-model-len", "--context-length", type=parse_size, metavar="N", help="context in tokens, also 64k")
     add("--rope-scaling", type=rope_scaling, metavar="JSON", help='such as {"rope_type": "yarn", "factor": 4.0}')
 

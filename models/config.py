@@ -15,6 +15,7 @@ import msgspec
 from minserve.errors import ConfigError
 from minserve.folder import read_json_object
 from minserve.models.fields import Fields
+from minserve.models.quantization import Fp8Checkpoint, read_quantization
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -63,6 +64,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     architecture: "LlamaForCausalLM" or "Qwen3ForCausalLM". dtype: the checkpoint's, as a torch name ("bfloat16").
     max_position_embeddings: the longest context, RoPE scaling included.
     qk_norm: RMSNorm on each head of q and k before RoPE (Qwen3).
+    quantization: how the checkpoint stores projections in 8 bits; None: it does not.
     """
 
     architecture: str
@@ -81,6 +83,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool
     rope: RopeConfig
     dtype: str
+    quantization: Fp8Checkpoint | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, rope_scaling: dict[str, Any] | None = None) -> "ModelConfig":
@@ -115,6 +118,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             qk_norm=architecture == "Qwen3ForCausalLM",
             rope=rope,
             dtype=_dtype(fields),
+            quantization=read_quantization(fields),
         )
 
 
@@ -127,8 +131,6 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_unsupported(fields: Fields, num_layers: int) -> None:
-    if fields.has("quantization_config"):
-        raise fields.error("quantization_config", f"absent: weights must be plain {', '.join(DTYPES)}")
     fields.choice("hidden_act", ("silu",), "silu")
     if fields.boolean("rope_interleaved", False):
         raise fields.error("rope_interleaved", "false")

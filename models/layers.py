@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from minserve.kernels.fp8 import FP8, fp8_linear
 from minserve.kernels.linear import linear
 from minserve.kernels.rms_norm import add_rms_norm, rms_norm
 from minserve.kernels.silu_mul import silu_mul
@@ -30,10 +31,28 @@ class Attend(Protocol):
 
 
 class Linear(nn.Linear):
-    """A projection of rows."""
+    """A projection of rows.
+
+    weight_scale: [out] float32, if the weight is kept in 8 bits; None: it is what it says.
+    """
+
+    weight_scale: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.register_parameter("weight_scale", None)
+
+    def keep_in_fp8(self) -> None:
+        """Give the weight 8 bits and scales from now on. It must not have been loaded yet."""
+        assert self.weight.is_meta
+        weight, scale = torch.empty_like(self.weight, dtype=FP8), torch.empty(self.out_features, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [rows, in] -> [rows, out]."""
+        if self.weight_scale is not None:
+            return fp8_linear(input, self.weight, self.weight_scale, self.bias)
         return linear(input, self.weight, self.bias)
 
 

@@ -161,10 +161,13 @@ def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:
 def _load(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress
 ) -> tuple[CausalLM, int]:
-    model = build_model(model_config)
+    model, fp8 = build_model(model_config), config.quantization == "fp8"
     if config.load_format == "dummy":
-        return model, init_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)
-    return model, load_weights(model, Path(config.model_path), device=device, dtype=dtype, progress=partial(progress, "weights"))
+        return model, init_dummy_weights(model, device=device, dtype=dtype, fp8=fp8, seed=config.seed)
+    folder = Path(config.model_path)
+    return model, load_weights(
+        model, folder, device=device, dtype=dtype, fp8=fp8, progress=partial(progress, "weights")
+    )
 
 
 def _device_name(device: torch.device) -> str:

@@ -44,9 +44,7 @@ class DecodeAttention:
         self._places = places
         self._batch = decode_batch(context.page_table, lanes, lengths, context.kv[0])
 
-    def __call__(
-        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """qkv: [rows, heads + 2 * kv_heads, head_dim]. Returns [rows, heads * head_dim]."""
         kv = self._kv[layer]
         q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)

@@ -94,9 +94,7 @@ class PrefillAttention:
             for chunk in chunks
         ]
 
-    def __call__(
-        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """qkv: [tokens, heads + 2 * kv_heads, head_dim]. Returns [tokens, heads * head_dim]."""
         kv = self._kv[layer]
         q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)

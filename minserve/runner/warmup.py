@@ -21,7 +21,13 @@ from minserve.runner.sampler import Sampler
 
 @torch.inference_mode()
 def workspace_bytes(
-    model: CausalLM, dtype: torch.dtype, device: torch.device, *, num_tokens: int, num_rows: int, shapes: FlashShapes | None
+    model: CausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    shapes: FlashShapes | None,
 ) -> int:
     """The most memory that steps take on the GPU beside weights and KV: a chunk of num_tokens tokens, of which num_rows
     may yield tokens, and a decode step of num_rows rows, which has its own for its graphs. Both are run to see it."""

@@ -82,7 +82,7 @@ def test_every_flag_of_the_processes_reaches_their_configuration(tmp_path):
         *["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--max-model-len", "64k"],
         *["--max-num-seqs", "7", "--max-num-batched-tokens", "512", "--kv-cache-memory", "8GiB"],
         *["--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching", "--seed", "3", "-tp", "1"],
-        *["--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}'],
+        *["--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}', "--quantization", "fp8"],
     )
     assert server.served_model_names == ("a", "b")
     assert (server.api_keys, server.tool_call_parser) == (("k1", "k2", "k3"), "hermes")
@@ -90,7 +90,7 @@ def test_every_flag_of_the_processes_reaches_their_configuration(tmp_path):
     assert (engine.load_format, engine.dtype, engine.device) == ("dummy", "float32", "cpu")
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (64_000, 7, 512)
     assert (engine.kv_cache_memory, engine.gpu_memory_utilization) == (8 * 2**30, 0.5)
-    assert (engine.enable_prefix_caching, engine.seed) == (False, 3)
+    assert (engine.enable_prefix_caching, engine.seed, engine.quantization) == (False, 3, "fp8")
     assert engine.rope_scaling == {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -140,6 +140,7 @@ def test_a_flag_that_is_not_here_yet_is_refused_in_one_line(capsys, name, value)
     ("argv", "words"),
     [
         (["-tp", "2"], "only 1 is supported by this version"),
+        (["--quantization", "awq"], "choose from"),
         (["--port", "70000"], "from 0 to 65535"),
         (["--port", "http"], "not a number"),
         (["--gpu-memory-utilization", "1.5"], "from 0.01 to 1"),
