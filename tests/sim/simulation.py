@@ -46,6 +46,7 @@ def make_scenario(seed):
         "prefill_reserve": rng.choice([0, 0, 2, num_pages // 2]),
         "run_ahead": rng.choice([0, 1, 1]),
         "late_steps": rng.random() < 0.8,
+        "chunk_step": rng.choice([1, 1, 8, 32]),
     }
     link = Link(
         seed=seed,
