@@ -10,7 +10,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Chunk, Row
-from minserve.kernels.decode_attention import decode_attention, decode_index
+from minserve.kernels.decode_attention import decode_attention, decode_batch
 from minserve.kernels.gather_pages import gather_pages, page_rows
 from minserve.kernels.kv_write import kv_write
 from minserve.kernels.prefill_attention import chunk_mask, prefill_attention
@@ -24,22 +24,16 @@ class DecodeAttention:
         device = kv.device
         self.lanes = torch.tensor([row.lane for row in rows], device=device)
         self.positions = torch.tensor([row.position for row in rows], device=device)
-        num_keys = max(row.position for row in rows) + 1
-        num_blocks = blocks_for(num_keys)
-        table = page_table[self.lanes, :num_blocks]
-        # A row with fewer blocks than others reads its own first page in place of those it lacks, masked.
-        own = torch.arange(num_blocks, device=device)[None, :] <= self.positions[:, None] // BLOCK_SIZE
-        table = torch.where(own, table, table[:, :1])
         self._kv = kv
-        self._pages = table.gather(1, self.positions[:, None] // BLOCK_SIZE)[:, 0].to(torch.int64)
+        self._pages = page_table[self.lanes, self.positions // BLOCK_SIZE].to(torch.int64)
         self._slots = self.positions % BLOCK_SIZE
-        self._index = decode_index(table, self.positions + 1, num_keys, kv[0])
+        self._batch = decode_batch(page_table, self.lanes, self.positions + 1, kv[0])
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q: [rows, heads, head_dim]; k, v: [rows, kv_heads, head_dim]. Returns [rows, heads * head_dim]."""
         kv = self._kv[layer]
         kv_write(kv, self._pages, self._slots, k, v)
-        return decode_attention(q, kv, self._index).flatten(1)
+        return decode_attention(q, kv, self._batch).flatten(1)
 
 
 class PrefillAttention:
