@@ -63,8 +63,10 @@ class CausalLM(nn.Module):
         self.rope_table = make_rope_table(self.config.rope, self.config.head_dim, num_positions, device)
 
     def forward(self, token_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """token_ids: [tokens] int64, of one or many sequences; attend knows where each stands. Returns [tokens, hidden],
-        normalized."""
+        """token_ids: [tokens] int64, of one or many sequences; attend knows where each stands.
+
+        Returns [tokens, hidden], normalized.
+        """
         x, residual = self.embed_tokens(token_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, attend)
