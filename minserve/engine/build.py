@@ -33,7 +33,7 @@ from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
 from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, Ready
 from minserve.runner.attention import KVContext
-from minserve.runner.decode import Decode, DecodeGraphs
+from minserve.runner.decode import CudaRecorder, Decode, DecodeGraphs
 from minserve.runner.prefill import KEY_STEP, FlashShapes
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
@@ -147,7 +147,7 @@ def _runner(
     if machine.device.type == "cpu" or config.enforce_eager:
         return Runner(model, context, sampler, decode, machine.shapes)
     graphs = DecodeGraphs(decode, machine.max_num_seqs, vocab_size, machine.dtype, machine.device)
-    graphs.capture(partial(progress, "CUDA graphs"))
+    graphs.capture(CudaRecorder(), partial(progress, "CUDA graphs"))
     return Runner(model, context, sampler, graphs, machine.shapes)
 
 
