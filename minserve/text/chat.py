@@ -4,7 +4,8 @@ Owns: which template counts, what of a request it may see, and that its output i
 Does not know: token ids, HTTP, what the tools do.
 
 Templates come with the model or from the operator, never from a client. They run in a sandbox (text.sandbox) that keeps
-them from Python's internals; how long they run and how much they write is not limited, but for `range`.
+them from Python's internals, and may write MAX_PROMPT_CHARS. How long they run is not limited here: a server renders in
+processes that it can do without (text.renderer).
 """
 
 import json
@@ -27,7 +28,13 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 """What a request may not set through chat_template_kwargs: it has fields of its own, or is not for clients."""
 
+MAX_PROMPT_CHARS = 2**26
+"""More than any context holds."""
+
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+_PROBE = '{"probe": 1}'
+_PROBE_SHOWN = re.compile(r'"probe"\s*:')
 
 
 class ChatTemplate:
@@ -35,8 +42,10 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises ConfigError for a template that is not Jinja."""
+        self.sources = dict(templates)
+        self.special_tokens = dict(special_tokens or {})
         self._templates = {name: compile_template(name, source) for name, source in templates.items()}
-        self._special_tokens = dict(special_tokens or {})
+        self._takes_text_arguments: dict[str, bool] = {}  # Found out when it first matters
 
     @classmethod
     def from_folder(cls, folder: Path, override: str | None = None) -> "ChatTemplate":
@@ -79,6 +88,8 @@ class ChatTemplate:
             )
         name = self._choose(tools)
         chat = [_normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        if any("tool_calls" in message for message in chat) and self._wants_text_arguments(name):
+            chat = [_with_text_arguments(message) for message in chat]
         tag = final_text = ""
         if continue_final_message:
             final_text = _final_text(chat)
@@ -89,11 +100,41 @@ class ChatTemplate:
             "tools": None if tools is None else list(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            **self._special_tokens,
+            **self.special_tokens,
             **kwargs,
         }
         prompt = _render(self._templates[name], context)
         return _cut_at_tag(prompt, tag, final_text) if continue_final_message else prompt
+
+    def mentions(self, text: str) -> bool:
+        """Whether any of the templates has this text in its source."""
+        return any(text in source for source in self.sources.values())
+
+    def _wants_text_arguments(self, name: str) -> bool:
+        """Whether a template takes the arguments of calls as JSON text only.
+
+        Most take an object and write it with `tojson`. DeepSeek's join it to a string, which an object cannot be, and
+        some would write it as Python does.
+        """
+        if name not in self._takes_text_arguments:
+            shown = [self._probe(name, arguments) for arguments in (json.loads(_PROBE), _PROBE)]
+            self._takes_text_arguments[name] = shown == [False, True]
+        return self._takes_text_arguments[name]
+
+    def _probe(self, name: str, arguments: Any) -> bool:
+        """Whether a template writes arguments as JSON when it is given them so."""
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "call00001", "type": "function", "function": function}
+        chat = [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "r"},
+        ]
+        context = {"messages": chat, "tools": None, "add_generation_prompt": True, **self.special_tokens}
+        try:
+            return _PROBE_SHOWN.search(_render(self._templates[name], context)) is not None
+        except RequestError:
+            return False
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if tools is not None and "tool_use" in self._templates:
@@ -133,8 +174,15 @@ def _configured_templates(folder: Path) -> dict[str, str]:
 
 
 def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
+    pieces: list[str] = []
+    room = MAX_PROMPT_CHARS
     try:
-        return template.render(context)
+        for piece in template.generate(context):
+            pieces.append(piece)
+            room -= len(piece)
+            if room < 0:
+                raise jinja2.TemplateError(f"it writes more than {MAX_PROMPT_CHARS} characters")
+        return "".join(pieces)
     # Whatever a template raises, from raise_exception to a type error in one of its expressions, is its answer to this
     # request and no fault of the server.
     except Exception as error:
@@ -190,6 +238,19 @@ def _parse_arguments(call: Any, where: str) -> Any:
     if arguments is not None and not isinstance(arguments, dict):
         raise RequestError(f"{param} must be a JSON object, or a string that holds one", param=param)
     return {**call, "function": function if arguments is None else {**function, "arguments": arguments}}
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        if (arguments := call["function"].get("arguments")) is not None
+        else call
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _refuse_constant(name: str) -> None:

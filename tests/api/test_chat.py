@@ -104,7 +104,7 @@ async def test_the_answer_continues_the_exact_text_of_the_final_message(running)
 async def test_a_model_without_a_template_says_so(start, tmp_path):
     from tests.api.tiny import write_model_folder
 
-    running = await start(folder=write_model_folder(tmp_path, with_template=False))
+    running = await start(folder=write_model_folder(tmp_path, template=None))
     status, answer = await running.post("/v1/chat/completions", {"messages": HI})
     assert status == 400
     assert "chat template" in answer["error"]["message"]
