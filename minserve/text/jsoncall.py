@@ -40,7 +40,7 @@ class CallArguments(msgspec.Struct, frozen=True):
 
 CallEvent = CallStart | CallArguments
 
-State = Literal["head", "late", "arguments", "rest", "done", "none"]
+State = Literal["head", "late", "arguments", "behind", "rest", "done", "none"]
 
 
 class CallReader:
@@ -48,7 +48,8 @@ class CallReader:
 
     names: the only names that a call may have; None: any.
     state: "head" (nothing is decided), "late" (arguments came before the name, so that the whole object is awaited),
-        "arguments", "rest" (what follows them in the object; dropped), "done", "none" (this is no call).
+        "arguments", "behind" (what comes next decides whether the object goes on), "rest" (of the object, which is
+        dropped), "done", "none" (this is no call).
     left: the text that is not the call's: what follows a call that is done; all of it if this is none.
     """
 
@@ -74,7 +75,12 @@ class CallReader:
                 events.append(CallArguments(text[:length]))
             text = text[length:]
             if self._braces.broken or self._braces.depth == 1:
-                self.state = "rest"
+                self.state = "behind"
+        if self.state == "behind":
+            self._held += text
+            if rest := self._held.lstrip():
+                self.state = "rest" if rest[0] == "," else "done"
+                self.left = rest[1:] if rest[0] == "}" else self._held
         if self.state == "rest":
             text = text[self._braces.feed(text, until_depth=0) :]
             if self._braces.broken or self._braces.depth == 0:

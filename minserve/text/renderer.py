@@ -22,8 +22,8 @@ from minserve.text.chat import ChatTemplate
 
 NUM_PROCESSES = 2
 
-MAX_CPU_S = 5.0
-"""Processor time for one chat. A hundred thousand messages take about one second."""
+MAX_CPU_S = 10.0
+"""Processor time for one chat. A hundred thousand messages take two or three seconds on a slow core."""
 
 
 class Renderer:

@@ -61,7 +61,7 @@ async def test_reasoning_that_the_model_opens_is_set_apart_however_its_tags_are_
     assert await both(running, skip_special_tokens=False) == ("Two and two.\nFour?", "It is 4.")
 
 
-async def test_g5_where_the_template_opens_it_all_before_the_closing_tag_is_reasoning(start, folders):
+async def test_where_the_template_opens_it_all_before_the_closing_tag_is_reasoning(start, folders):
     running = await start(folder=folders["opening"])
     running.engine.reply = "Hm.\n</think>\n\nIt is 4."
     assert await both(running) == ("Hm.", "It is 4.")
@@ -69,7 +69,7 @@ async def test_g5_where_the_template_opens_it_all_before_the_closing_tag_is_reas
     assert await both(running) == ("Two and two.\nFour?", "It is 4.")
 
 
-async def test_g4_without_thinking_all_text_is_content(running):
+async def test_without_thinking_all_text_is_content(running):
     running.engine.reply = "It is 4."
     assert await both(running, chat_template_kwargs={"enable_thinking": False}) == (None, "It is 4.")
     assert await both(running) == (None, "It is 4.")

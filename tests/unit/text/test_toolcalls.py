@@ -106,6 +106,8 @@ def test_an_argument_may_contain_the_closing_tag():
         (CALL.removesuffix("l_call>"), [ADD]),
         (CALL.removesuffix("</tool_call>") + "Done.", [ADD, "\nDone."]),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call> after', [("add", '{"a": 1}'), " after"]),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}\nI {will} wait.', [("add", '{"a": 1}'), "\nI {will} wait."]),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}, "id": 1', [("add", '{"a": 1}')]),
         ('<tool_call>{"name": "add", "arguments": {"a": {"b": 1}</tool_call>', [("add", '{"a": {"b": 1}')]),
         ('<tool_call>{"name": "add", "arguments": {"a": "unfinished', [("add", '{"a": "unfinished')]),
         ('<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call>', [("add", '{"a": 1,}')]),
