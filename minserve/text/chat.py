@@ -32,7 +32,6 @@ MAX_PROMPT_CHARS = 2**26
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 _PROBE = '{"probe": 1}'
-_PROBE_SHOWN = re.compile(r'"probe"\s*:')
 
 
 class ChatTemplate:
@@ -115,12 +114,13 @@ class ChatTemplate:
         some would write it as Python does.
         """
         if name not in self._takes_text_arguments:
-            shown = [self._probe(name, arguments) for arguments in (json.loads(_PROBE), _PROBE)]
-            self._takes_text_arguments[name] = shown == [False, True]
+            as_object, as_text = (self._probe(name, arguments) for arguments in (json.loads(_PROBE), _PROBE))
+            fails = as_object is None or str(json.loads(_PROBE)) in as_object
+            self._takes_text_arguments[name] = fails and as_text is not None and _PROBE in as_text
         return self._takes_text_arguments[name]
 
-    def _probe(self, name: str, arguments: Any) -> bool:
-        """Whether a template writes arguments as JSON when it is given them so."""
+    def _probe(self, name: str, arguments: Any) -> str | None:
+        """What a template makes of a call with these arguments; None if it objects."""
         function = {"name": "f", "arguments": arguments}
         call = {"id": "call00001", "type": "function", "function": function}
         chat = [
@@ -130,9 +130,9 @@ class ChatTemplate:
         ]
         context = {"messages": chat, "tools": None, "add_generation_prompt": True, **self.special_tokens}
         try:
-            return _PROBE_SHOWN.search(_render(self._templates[name], context)) is not None
+            return _render(self._templates[name], context)
         except RequestError:
-            return False
+            return None
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if tools is not None and "tool_use" in self._templates:

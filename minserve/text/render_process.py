@@ -11,6 +11,7 @@ have any length.
 """
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -37,8 +38,11 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, first["max_cpu_s"])
         answer = _answer(template, line)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+        try:
+            sys.stdout.buffer.write(answer + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            os._exit(0)  # There is nobody to tell.
 
 
 def _answer(template: ChatTemplate, line: bytes) -> bytes:

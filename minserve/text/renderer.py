@@ -11,6 +11,7 @@ can be lost: other streams do not notice, and the next chat gets a new one.
 import asyncio
 import contextlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from typing import Any
 
 from minserve.errors import RequestError
 from minserve.text.chat import ChatTemplate
+
+logger = logging.getLogger("minserve")
 
 NUM_PROCESSES = 2
 
@@ -62,7 +65,7 @@ class Renderer:
         answer = process.ask(line)
         if answer is None:
             self._all.discard(process)
-            process.close()
+            logger.warning("a process has ended over a chat that it rendered, with code %d", process.close())
             raise RequestError(
                 "the chat template cannot render this request: its process ended over it, which may take "
                 f"{self._max_cpu_s:g} s of processor time",
@@ -119,15 +122,16 @@ class _Process:
     def kill(self) -> None:
         self._process.kill()
 
-    def close(self) -> None:
-        """Leave nothing of it."""
+    def close(self) -> int:
+        """Leave nothing of it; its exit code."""
         self._process.kill()
-        self._process.wait()
+        code = self._process.wait()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdout.close()
         with contextlib.suppress(BrokenPipeError):  # What it never read
             self._process.stdin.close()
+        return code
 
     def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None

@@ -142,9 +142,20 @@ def test_a_template_that_joins_arguments_to_its_own_text_is_given_them_as_text(s
     assert expected in template.render([USER, CALLS, RESULT])
 
 
-def test_templates_see_arguments_as_objects_where_they_can():
-    for source in TEMPLATES.values():
-        assert '\\"where' not in chat(source).render([USER, CALLS, RESULT])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ call.arguments | tojson }}",
+        "{% for key, value in call.arguments | items %}{{ key }}={{ value }}{% endfor %}",
+        "{% if call.arguments is string %}{{ call.arguments }}{% else %}{{ call.arguments.note }}{% endif %}",
+    ],
+)
+def test_any_other_template_is_given_arguments_as_the_object_that_they_are(source):
+    loop = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set call = c.function %}"
+    shown = chat(f"{loop}{source}{{% endfor %}}{{% endfor %}}").render([USER, CALLS, RESULT])
+    assert "a<b & 'c'" in shown
+    assert '\\"' not in shown
+    assert ("where" in shown) == ("is string" not in source)
 
 
 def test_a_prompt_longer_than_any_context_is_refused(monkeypatch):

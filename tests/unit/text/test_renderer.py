@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,14 @@ async def test_a_process_that_was_killed_is_replaced(start):
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert await renderer.render({"messages": [USER]}) == "ok"
     assert pid not in render_processes()
+
+
+def test_a_process_ends_with_its_input():
+    command = [sys.executable, "-m", "minserve.text.render_process"]
+    setup = b'{"templates": {}, "special_tokens": {}, "max_cpu_s": 1}\n'
+    for given in (b"", setup, setup + b'{"messages": '):
+        done = subprocess.run(command, input=given, capture_output=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_closing_leaves_no_process(start):
