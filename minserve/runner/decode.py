@@ -85,7 +85,9 @@ class CudaRecorder:
 class DecodeGraphs:
     """The same, replayed. What `run` returns is overwritten by the next call."""
 
-    def __init__(self, decode: Decode, max_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, decode: Decode, max_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._decode = decode
         self._sizes = graph_sizes(max_rows)
         self._lane_ids = torch.full((self._sizes[-1],), PADDING, dtype=torch.int64, device=device)
