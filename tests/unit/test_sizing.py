@@ -1,9 +1,8 @@
 """Memory for KV and the context that fits into it: what is there, and what is refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 
 from minserve.config import EngineConfig
 from minserve.engine import sizing
