@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from minserve.kernels.lang import tl, triton
+from minserve.kernels.rope import apply_rope
 
 Norms = tuple[torch.Tensor, torch.Tensor]
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -66,17 +67,14 @@ def norm_rope_store_reference(
     if norms is None:
         # q and k lie side by side and are turned alike: one pass turns both.
         qk, v = torch.split_with_sizes(qkv, [heads + kv_heads, kv_heads], dim=1)
-        q, k = torch.split_with_sizes(_turn(qk, *rope), [heads, kv_heads], dim=1)
+        q, k = torch.split_with_sizes(apply_rope(qk, *rope), [heads, kv_heads], dim=1)
     else:
         q, k, v = torch.split_with_sizes(qkv, [heads, kv_heads, kv_heads], dim=1)
-        q, k = (_turn(F.rms_norm(x, weight.shape, weight, eps), *rope) for x, weight in zip((q, k), norms, strict=True))
+        q, k = (
+            apply_rope(F.rms_norm(x, weight.shape, weight, eps), *rope) for x, weight in zip((q, k), norms, strict=True)
+        )
     _store(kv, places, k, v)
     return q.contiguous() if out is None else out.copy_(q)
-
-
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)  # [x2, x1]; sin carries the sign
-    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
 
 
 def _store(kv: torch.Tensor, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -46,12 +46,14 @@ def _serve(args: argparse.Namespace) -> int:
     from minserve.api.server import bind
     from minserve.engine.client import EngineClient
     from minserve.text.chat import ChatTemplate
+    from minserve.text.reasoning import reasoning_format
     from minserve.text.tokenizer import Tokenizer
     from minserve.text.toolcalls import tool_parser_class
 
     # What can be wrong is found before anything that takes long.
     if args.tool_call_parser is not None:
         tool_parser_class(args.tool_call_parser)
+    reasoning_format(args.reasoning_parser, template_closes_tag=False)
     with bind(args.host, args.port) as sock:
         name, model_folder, tokenizer_folder = _find_model(args)
         tokenizer = Tokenizer.from_folder(tokenizer_folder, model_folder=model_folder)
@@ -83,6 +85,7 @@ def server_config_of(args: argparse.Namespace, name: str, model_folder: Path) ->
         served_model_names=tuple(args.served_model_name or [name]),
         api_keys=tuple(args.api_key) or _keys_of_environment(),
         tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         max_num_waiting=args.max_num_waiting,
         max_request_bytes=args.max_request_bytes,
         shutdown_timeout_s=args.shutdown_timeout,

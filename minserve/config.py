@@ -72,6 +72,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     served_model_names: the names that clients may use; the first is the one that answers carry.
     tool_call_parser: the format of the model's tool calls; None: tools are refused.
+    reasoning_parser: how reasoning is marked in answers; "auto": as the template says; "none": it is not set apart.
     max_num_waiting: requests beyond the running ones that may queue; more are refused with 503.
     max_request_bytes: a longer body is refused with 413.
     shutdown_timeout_s: how long SIGTERM lets running requests finish.
@@ -81,6 +82,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     tool_call_parser: str | None = None
+    reasoning_parser: str = "auto"
     max_num_waiting: int = 1024
     max_request_bytes: int = 32 * 2**20
     shutdown_timeout_s: float = 30.0

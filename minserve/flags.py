@@ -25,7 +25,6 @@ NOT_SUPPORTED: dict[str, str] = {
     "--cpu-offload-gb": "",
     "--swap-space": "",
     "--kv-cache-dtype": "",
-    "--reasoning-parser": "",
     "--pipeline-parallel-size": "",
     "-pp": "",
     "--data-parallel-size": "",
@@ -218,6 +217,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     )
     add("--enable-auto-tool-choice", action="store_true", help="let the model call tools (with --tool-call-parser)")
     add("--tool-call-parser", metavar="NAME", help="the format of the model's tool calls, such as hermes")
+    add("--reasoning-parser", default="auto", metavar="NAME", help="auto (default: if the template tells), none, qwen3")
     add("--max-num-waiting", type=number(int, 0), default=1024, metavar="N", help="queue length (default 1024)")
     add("--max-request-bytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32MiB")
     add("--shutdown-timeout", type=number(float, 0), default=30.0, metavar="S", help="seconds to finish (default 30)")

@@ -89,8 +89,10 @@ class CausalLM(nn.Module):
         self.rope_table = make_rope_table(self.config.rope, self.config.head_dim, num_positions, device)
 
     def forward(self, token_ids: torch.Tensor, attend: Attend, aux: AuxStates | None = None) -> torch.Tensor:
-        """token_ids: [tokens] int64, of one or many sequences; attend knows where each stands; aux is filled on the
-        way. Returns [tokens, hidden], normalized."""
+        """token_ids: [tokens] int64, of one or many sequences; attend knows where each stands; aux is filled by it.
+
+        Returns [tokens, hidden], normalized.
+        """
         x, residual = self.embed_tokens(token_ids), None
         for index, layer in enumerate(self.layers):
             if aux is not None:

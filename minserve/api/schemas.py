@@ -71,6 +71,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
     "include_reasoning": (True,),
     "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "functions": ([],),
@@ -139,7 +140,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    include_reasoning: send it (vLLM's field). separate_reasoning: set it apart from the content (SGLang's).
+    """
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -147,6 +151,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False

@@ -33,7 +33,7 @@ from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
 from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, Ready
 from minserve.runner.attention import KVContext
-from minserve.runner.decode import Decode, DecodeGraphs
+from minserve.runner.decode import CudaRecorder, Decode, DecodeGraphs
 from minserve.runner.prefill import KEY_STEP, FlashShapes
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
@@ -140,14 +140,15 @@ def _runner(
     vocab_size = model.config.vocab_size
     sampler = Sampler(lanes, vocab_size, config.token_id_ranges)
     context = KVContext(pages.kv, lanes.page_table, model.rope_table, model.config.rms_norm_eps)
-    decode: Decode | DecodeGraphs = Decode(model, context, lanes, sampler)
+    decode = Decode(model, context, lanes, sampler)
     if machine.shapes is not None:
         max_keys = lanes.page_table.shape[1] * BLOCK_SIZE
         plan_shapes(machine.shapes, model, machine.dtype, max_keys, partial(progress, "attention plans"))
-    if machine.device.type == "cuda" and not config.enforce_eager:
-        decode = DecodeGraphs(decode, machine.max_num_seqs, vocab_size, machine.dtype, machine.device)
-        decode.capture(partial(progress, "CUDA graphs"))
-    return Runner(model, context, sampler, decode, machine.shapes)
+    if machine.device.type == "cpu" or config.enforce_eager:
+        return Runner(model, context, sampler, decode, machine.shapes)
+    graphs = DecodeGraphs(decode, machine.max_num_seqs, vocab_size, machine.dtype, machine.device)
+    graphs.capture(CudaRecorder(), partial(progress, "CUDA graphs"))
+    return Runner(model, context, sampler, graphs, machine.shapes)
 
 
 def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:

@@ -69,8 +69,8 @@ def refuse_unsupported(model: ModelConfig, device: torch.device) -> None:
     """Raise ConfigError for a model that the kernels of this device do not compute."""
     if device.type == "cuda" and model.head_dim not in CUDA_HEAD_DIMS:
         raise ConfigError(
-            f"this model's heads have {model.head_dim} dimensions; on CUDA {' and '.join(map(str, CUDA_HEAD_DIMS))} are "
-            "supported"
+            f"this model's heads have {model.head_dim} dimensions; supported on CUDA are "
+            f"{' and '.join(map(str, CUDA_HEAD_DIMS))}"
         )
 
 
@@ -106,8 +106,8 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device, workspace_bytes: 
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory + workspace_bytes > free:
             raise ConfigError(
-                f"--kv-cache-memory {config.kv_cache_memory / GIB:.2f} GiB: only {free / GIB:.2f} GiB are free, of which "
-                f"{workspace_bytes / GIB:.2f} GiB are needed to compute"
+                f"--kv-cache-memory {config.kv_cache_memory / GIB:.2f} GiB: only {free / GIB:.2f} GiB are free, and "
+                f"{workspace_bytes / GIB:.2f} GiB of them are needed to compute"
             )
         return config.kv_cache_memory
     if device.type == "cpu":
@@ -118,7 +118,7 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device, workspace_bytes: 
         raise ConfigError(
             f"no memory is left for KV cache: of {total / GIB:.2f} GiB --gpu-memory-utilization "
             f"{config.gpu_memory_utilization} allows {total * config.gpu_memory_utilization / GIB:.2f}, "
-            f"{used / GIB:.2f} are taken (weights, other programs) and {workspace_bytes / GIB:.2f} are needed to compute"
+            f"{used / GIB:.2f} are taken (weights, other programs), {workspace_bytes / GIB:.2f} are needed to compute"
         )
     return left
 

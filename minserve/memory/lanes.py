@@ -112,7 +112,7 @@ def _floats(setup: LaneSetup) -> list[float]:
 def _scatter(tables: Sequence[torch.Tensor], lanes: torch.Tensor, rows: torch.Tensor) -> None:
     """Row i holds the new values of lane lanes[i] in all tables, side by side."""
     widths = [1 if table.dim() == 1 else table.shape[1] for table in tables]
-    for table, values in zip(tables, rows.split(widths, dim=1), strict=True):
+    for table, values in zip(tables, torch.split(rows, widths, dim=1), strict=True):
         table[lanes] = values if table.dim() > 1 else values[:, 0]
 
 

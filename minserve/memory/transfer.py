@@ -21,6 +21,6 @@ def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Where the tensor's values will be on the host, once what the current stream holds by now has ended."""
     if tensor.device.type == "cpu":
-        return tensor
+        return tensor.clone()  # as on CUDA: what is written to the tensor later does not show
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -8,9 +8,12 @@ size. Sampling is a graph of its own, in two variants: most steps adjust nobody'
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 
+from minserve.config import BLOCK_SIZE
 from minserve.kernels.step_inputs import step_inputs
 from minserve.memory.lanes import Lanes
 from minserve.memory.transfer import to_device
@@ -37,7 +40,7 @@ class Decode:
     def forward(self, lane_ids: torch.Tensor) -> torch.Tensor:
         """Each lane's last token, at the end of its text. Returns logits [rows, vocab] in the model's dtype."""
         lanes, context = self._lanes, self._context
-        inputs = step_inputs(lanes.last_token, lanes.num_tokens, context.page_table, lane_ids)
+        inputs = step_inputs(lanes.last_token, lanes.num_tokens, context.page_table, lane_ids, BLOCK_SIZE)
         token_ids, positions, places, lengths = inputs
         attend = DecodeAttention(context, lane_ids, positions, places, lengths)
         return self._model.logits(self._model(token_ids, attend))
@@ -53,6 +56,32 @@ class Decode:
         return logits, self.sample(logits, lane_ids, adjusted=adjusted)
 
 
+class Replay(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Do it again, on what its buffers hold now."""
+
+
+Recorder = Callable[[Callable[[], None]], Replay]
+"""Records what a function does on the device. The function is called more than once meanwhile."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share a memory pool, since no two of them run at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """function: launches kernels; waits for nothing, allocates what it likes."""
+        function()  # as it stands: kernels are compiled and libraries set up, which no graph may hold
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            function()
+        return graph
+
+
 class DecodeGraphs:
     """The same, replayed. What `run` returns is overwritten by the next call."""
 
@@ -62,22 +91,22 @@ class DecodeGraphs:
         self._decode = decode
         self._sizes = graph_sizes(max_rows)
         self._lane_ids = torch.full((self._sizes[-1],), PADDING, dtype=torch.int64, device=device)
-        self._logits = torch.empty(self._sizes[-1], vocab_size, dtype=dtype, device=device)
+        self._logits = torch.zeros(self._sizes[-1], vocab_size, dtype=dtype, device=device)
         self._tokens = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._forward: dict[int, torch.cuda.CUDAGraph] = {}
-        self._sample: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._forward: dict[int, Replay] = {}
+        self._sample: dict[tuple[int, bool], Replay] = {}
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[int, int], None]) -> None:
-        """Capture every size, the largest first, so that the smaller ones find their memory in the pool.
+    def capture(self, record: Recorder, progress: Callable[[int, int], None]) -> None:
+        """Record every size, the largest first, so that the smaller ones find their memory in the pool. All rows are
+        padding meanwhile, so nothing of the lanes is touched.
 
-        progress: told of (sizes captured, sizes in all).
+        progress: told of (sizes recorded, sizes in all).
         """
         for number, size in enumerate(reversed(self._sizes), 1):
-            self._forward[size] = self._captured(self._run_forward, size)
+            self._forward[size] = record(partial(self._run_forward, size))
             for adjusted in (False, True):
-                self._sample[size, adjusted] = self._captured(self._run_sample, size, adjusted)
+                self._sample[size, adjusted] = record(partial(self._run_sample, size, adjusted))
             progress(number, len(self._sizes))
 
     def run(self, lanes: Sequence[int], *, adjusted: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,15 +125,6 @@ class DecodeGraphs:
     def _run_sample(self, size: int, adjusted: bool) -> None:
         tokens = self._decode.sample(self._logits[:size], self._lane_ids[:size], adjusted=adjusted)
         self._tokens[:size].copy_(tokens)
-
-    def _captured(self, function: Callable[..., None], *args: int | bool) -> torch.cuda.CUDAGraph:
-        # Once as it stands: kernels are compiled and libraries initialized, which no graph may hold. Every row is
-        # padding by now, so nothing of the lanes is touched.
-        function(*args)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            function(*args)
-        return graph
 
 
 def graph_sizes(max_rows: int) -> list[int]:

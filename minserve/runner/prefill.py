@@ -38,7 +38,7 @@ PIECE_KEYS = (8 * KEY_STEP, KEY_STEP)
 
 @dataclass(frozen=True, slots=True)
 class FlashShapes:
-    """The shapes that are planned. squares: sides of causal squares; rows: of what attends to pieces; both ascending."""
+    """The shapes that are planned, ascending. squares: sides of causal squares; rows: of what attends to pieces."""
 
     squares: tuple[int, ...]
     rows: tuple[int, ...]

@@ -46,7 +46,6 @@ def make_scenario(seed):
         "prefill_reserve": rng.choice([0, 0, 2, num_pages // 2]),
         "run_ahead": rng.choice([0, 1, 1]),
         "late_steps": rng.random() < 0.8,
-        "chunk_step": rng.choice([1, 1, 8, 32]),
     }
     link = Link(
         seed=seed,
@@ -56,7 +55,9 @@ def make_scenario(seed):
     )
     prefixes = [[rng.randrange(1, VOCAB) for _ in range(num_pages * BLOCK_SIZE)] for _ in range(rng.randint(1, 3))]
     longest = (num_pages - machine["prefill_reserve"]) * BLOCK_SIZE
-    return Scenario(seed, machine, link, tuple(_actions(rng, prefixes, longest, storm=rng.random() < 0.4)))
+    actions = tuple(_actions(rng, prefixes, longest, storm=rng.random() < 0.4))
+    machine["chunk_step"] = rng.choice([1, 1, 8, 32])
+    return Scenario(seed, machine, link, actions)
 
 
 def _actions(rng, prefixes, longest, storm):

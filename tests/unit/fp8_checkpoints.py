@@ -5,8 +5,8 @@ import json
 import torch
 
 from minserve.kernels.fp8 import FP8
-from minserve.models.config import ModelConfig
 from minserve.models.causal_lm import build_model
+from minserve.models.config import ModelConfig
 from minserve.weights.loader import load_weights
 
 CONFIG = {

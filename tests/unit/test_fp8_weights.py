@@ -7,9 +7,9 @@ import torch
 
 from minserve.errors import ConfigError, WeightsError
 from minserve.kernels.fp8 import FP8, quantize_rows
+from minserve.models.causal_lm import build_model
 from minserve.models.config import ModelConfig
 from minserve.models.layers import Linear
-from minserve.models.causal_lm import build_model
 from minserve.weights.loader import init_dummy_weights
 from tests.unit.checkpoints import save, save_sharded
 from tests.unit.fp8_checkpoints import (

@@ -7,8 +7,6 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.decode_attention import decode_attention, decode_batch
-from minserve.kernels.gather_pages import gather_pages, page_rows
-from minserve.kernels.kv_write import kv_write
 from minserve.kernels.prefill_attention import chunk_mask, masked_attention
 from minserve.kernels.sampling import apply_penalties, filter_logits, gumbel_noise
 
@@ -63,18 +61,6 @@ def test_prefill_attention_sees_what_comes_before_each_token_and_nothing_after(s
     for row in range(count):
         seen = start + row + 1
         torch.testing.assert_close(out[row].double(), attend(q[row], k[:seen], v[:seen]), atol=1e-5, rtol=1e-5)
-
-
-def test_written_keys_and_values_are_gathered_in_the_order_of_the_table():
-    kv = torch.full((8, 2, 2, BLOCK_SIZE, 4), torch.nan)
-    table = torch.tensor([[5, 1]])
-    positions = torch.arange(2 * BLOCK_SIZE)
-    k, v = torch.randn(2, 2 * BLOCK_SIZE, 2, 4)
-    kv_write(kv, table[0, positions // BLOCK_SIZE], positions % BLOCK_SIZE, k, v)
-    keys, values = gather_pages(kv, page_rows(table, 2), 1)
-    assert torch.equal(keys[0], k.transpose(0, 1))
-    assert torch.equal(values[0], v.transpose(0, 1))
-    assert kv[[0, 2, 3, 4, 6, 7]].isnan().all()
 
 
 def seeds(*values):
