@@ -14,7 +14,30 @@ from minserve.kernels.fp8 import FP8, fp8_linear
 from minserve.kernels.linear import linear
 from minserve.kernels.rms_norm import add_rms_norm, rms_norm
 from minserve.kernels.silu_mul import silu_mul
-from minserve.models.config import ModelConfig
+
+
+class LayerConfig(Protocol):
+    """What a layer has to know of its model's shape: a model's own (`ModelConfig`), or a draft head's."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+
 
 Norms = tuple[torch.Tensor, torch.Tensor]
 """The weights of the norms on each head of q and of k, [head_dim] each."""
@@ -92,7 +115,7 @@ class RMSNorm(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
         self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias)
@@ -107,13 +130,14 @@ class GatedMLP(nn.Module):
 class SelfAttention(nn.Module):
     """The projections around attention, and the norms of q and k where the model has them (Qwen3)."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: LayerConfig, layer: int, in_features: int | None = None) -> None:
+        """in_features: the size of the input where it is not the stream alone (EAGLE-3); None: hidden_size."""
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.attention_bias)
+        self.qkv_proj = FusedLinear(in_features or config.hidden_size, parts, bias=config.attention_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
@@ -125,7 +149,21 @@ class SelfAttention(nn.Module):
         return self.q_norm.weight, self.k_norm.weight
 
     def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]."""
+        """x: [tokens, in_features] -> [tokens, hidden]."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         out: torch.Tensor = self.o_proj(attend(self.layer, qkv, self.norms))
         return out
+
+
+def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By the name that a checkpoint has for each tensor, a view of the parameter or the part of one that it fills."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, FusedLinear):
+                parent = path.rpartition(".")[0]
+                pieces = torch.split_with_sizes(parameter, list(module.parts.values()))
+                tensors |= {f"{parent}.{part}.{name}": piece for part, piece in zip(module.parts, pieces)}
+            else:
+                tensors[f"{path}.{name}"] = parameter
+    return tensors

@@ -69,7 +69,7 @@ def load_weights(
     model.to(dtype)
     if fp8 or scale_of:
         keep_in_fp8(model, device, scale_of.keys() or None)
-    _check_tensors(folder, stored, _wanted_shapes(folder, model.checkpoint_tensors(), scale_of, block))
+    check_tensors(folder, stored, _wanted_shapes(folder, model.checkpoint_tensors(), scale_of, block))
     model.to_empty(device=device)
     targets = model.checkpoint_tensors()
     scales = dict(_read_tensors(files, scale_of.values()))
@@ -123,13 +123,18 @@ def find_files(folder: Path) -> list[Path]:
         return [file_in_folder(folder, SINGLE_FILE)]
     if not (folder / INDEX_FILE).exists():
         raise WeightsError(f"{folder}: {_explain_absence(folder)}")
-    weight_map = read_json_object(folder, INDEX_FILE).get("weight_map")
+    return files_of_index(folder, INDEX_FILE, ".safetensors")
+
+
+def files_of_index(folder: Path, index_file: str, suffix: str) -> list[Path]:
+    """The files that an index names, all of them with this suffix."""
+    weight_map = read_json_object(folder, index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise WeightsError(f"{folder / INDEX_FILE}: weight_map must be an object of file names by tensor")
+        raise WeightsError(f"{folder / index_file}: weight_map must be an object of file names by tensor")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if not name.endswith(".safetensors"):
-            raise WeightsError(f"{folder / INDEX_FILE}: weight_map names {name!r}; only .safetensors files are read")
+        if not name.endswith(suffix):
+            raise WeightsError(f"{folder / index_file}: weight_map names {name!r}; only {suffix} files are read")
     return [file_in_folder(folder, name) for name in names]
 
 
@@ -198,7 +203,7 @@ def _wanted_shapes(
     return wanted
 
 
-def _check_tensors(folder: Path, stored: Mapping[str, Stored], wanted: Mapping[str, tuple[Shape, ...]]) -> None:
+def check_tensors(folder: Path, stored: Mapping[str, Stored], wanted: Mapping[str, tuple[Shape, ...]]) -> None:
     """The files hold exactly the wanted tensors, in one of their shapes."""
     missing = wanted.keys() - stored.keys()
     left_over = {name for name in stored.keys() - wanted.keys() if not _is_harmless(name)}

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from minserve.kernels.rms_norm import rms_norm
-from minserve.kernels.rope import apply_rope, gather_rope
-from minserve.models.causal_lm import build_model
+from minserve.models.causal_lm import AuxStates, build_model
 from minserve.models.config import ModelConfig
 from minserve.weights.loader import load_weights
+from tests.unit.dense_attend import DenseAttend
 
 NUM_TOKENS = 40
 SIZES = {
@@ -45,32 +44,6 @@ ROPES = {
     "yarn, not truncated": YARN | {"rope_theta": 500.0, "truncate": False},
     "yarn, mscale": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
 }
-
-
-class DenseAttend:
-    """Causal attention over one sequence, by its definition; keeps keys and values, so that passes may continue it."""
-
-    def __init__(self, model):
-        self.model = model
-        self.kv = {}
-
-    def __call__(self, layer, qkv, norms):
-        config = self.model.config
-        q, k, v = qkv.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        if norms is not None:
-            q, k = (rms_norm(x, weight, config.rms_norm_eps) for x, weight in zip((q, k), norms, strict=True))
-        keys, values = self.kv.get(layer, (k[:0], v[:0]))
-        first = keys.shape[0]
-        rope = gather_rope(self.model.rope_table, torch.arange(first, first + q.shape[0]))
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        keys, values = torch.cat((keys, k)), torch.cat((values, v))
-        self.kv[layer] = keys, values
-        group = q.shape[1] // k.shape[1]
-        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q, keys) / q.shape[-1] ** 0.5
-        hidden = torch.arange(keys.shape[0])[None, :] > torch.arange(first, keys.shape[0])[:, None]
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-        return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
 @pytest.fixture(autouse=True)
@@ -182,3 +155,19 @@ def test_the_model_can_be_computed_in_bfloat16(tmp_path):
     assert model.rope_table.dtype == torch.float32, "bfloat16 cannot tell far positions apart"
     error = (logits.float() - reference(token_ids[None]).logits[0]).norm() / logits.float().norm()
     assert error < 0.05
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (1, 2, 3), (2,), (2, 2)], ids=str)
+def test_what_comes_into_a_layer_is_transformers_hidden_state_of_that_number(tmp_path, layers):
+    """And the number of layers means what the last one puts out, which transformers shows only to a hook."""
+    reference = save_reference(tmp_path, LlamaForCausalLM, LlamaConfig(**SIZES))
+    token_ids = torch.randint(SIZES["vocab_size"], (NUM_TOKENS,))
+    last = []
+    reference.model.layers[-1].register_forward_hook(lambda module, args, out: last.append(out))
+    states = [*reference(token_ids[None], output_hidden_states=True).hidden_states[:-1], *last]
+    model = load(tmp_path)
+    aux = AuxStates(layers, torch.full((NUM_TOKENS, len(layers) * SIZES["hidden_size"]), float("nan")))
+    hidden = model(token_ids, DenseAttend(model), aux)
+    expected = torch.cat([states[layer][0] for layer in layers], dim=-1)
+    torch.testing.assert_close(aux.states, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(hidden, model(token_ids, DenseAttend(model))), "who looks changes nothing"
