@@ -6,6 +6,7 @@ Does not know: sockets (engine.client, engine.process), text (the engine sees to
 Every `Submit` is answered by any number of `Delta`s, of which exactly the last one carries a `finish_reason`.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 """A longer frame is a bug or an attack: the reader refuses it."""
 
 MAX_LOGIT_BIAS = 1024
+MAX_DRAFT_TOKENS = 8
 MAX_STOP_TOKEN_IDS = 128
 """Widths of the device tables. Of the tokens that end a text some are the model's, the rest a request may name."""
 
@@ -127,6 +129,18 @@ class Stats(msgspec.Struct, kw_only=True):
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    """How often the first draft was accepted, how often the second..."""
+
+    def note_drafts(self, num_drafts: int, accepted: Sequence[int]) -> None:
+        """A step verified num_drafts drafts of some requests each, and accepted so many of them."""
+        self.num_drafts += len(accepted)
+        self.num_draft_tokens += num_drafts * len(accepted)
+        for count in accepted:
+            for position in range(count):
+                self.accepted_at[position] += 1
 
 
 class Outputs(msgspec.Struct, tag="outputs"):

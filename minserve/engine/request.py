@@ -8,6 +8,9 @@ There is no prefill phase and no decode phase, only num_computed catching up wit
     [num_prompt_tokens, len(token_ids))       generated and known
     [len(token_ids), num_tokens)              being sampled by launched steps, known to the device only
     [0, num_computed)                         KV is in pages, or will be when the launched steps have ended
+
+Launched steps that verify drafts may yield more tokens than that, num_drafts_in_flight at most: num_tokens and
+num_computed are what is certain.
 """
 
 from collections.abc import Sequence
@@ -43,6 +46,7 @@ class Request:
     lane: int = -1
     num_computed: int = 0
     num_in_flight: int = 0
+    num_drafts_in_flight: int = 0
     is_set_up: bool = False
     found: Cached = NOTHING_CACHED
     cached: Cached | None = None
@@ -87,15 +91,27 @@ class Request:
         end = (self.num_computed + budget) // step * step
         return end - self.num_computed if end > self.num_computed else budget
 
+    def reach(self, count: int, num_drafts: int) -> int:
+        """Up to how many tokens may have KV when it has computed `count` more: rows and drafts may stand as far as the
+        drafts in flight and its own can carry them, but never where no token will."""
+        if not self.is_decoding:
+            return self.num_computed + count
+        return min(self.num_tokens + self.num_drafts_in_flight + num_drafts, self.end - 1)
+
     @property
     def num_output_tokens(self) -> int:
         """Generated tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def end(self) -> int:
+        """No token will ever stand at this position or after it."""
+        return self.num_prompt_tokens + self.params.max_tokens
+
+    @property
     def wants_no_more(self) -> bool:
         """The launched steps will bring it to max_tokens."""
-        return self.num_tokens - self.num_prompt_tokens >= self.params.max_tokens
+        return self.num_tokens >= self.end
 
     @property
     def is_decoding(self) -> bool:
@@ -124,6 +140,7 @@ class Request:
             params=self.params,
             token_ids=tuple(self.token_ids) if self.penalized else (),
             num_tokens=len(self.token_ids),
+            end=self.end,
             num_prompt_tokens=self.num_prompt_tokens,
             end_token_ids=self.end_token_ids,
             last_token=self.token_ids[-1],
@@ -139,18 +156,29 @@ class Request:
             start=start,
             token_ids=self.token_ids[start:end],
             samples=end == self.num_tokens,
+            following=self.token_ids[end] if end < len(self.token_ids) else -1,
             prompt_targets=self.token_ids[start + 1 : targets_end],
             prompt_logprobs=self.params.prompt_logprobs or 0,
         )
 
     def next_sample(self) -> Sample:
-        """How its next token is chosen."""
+        """How its next tokens are chosen."""
         return Sample(
             lane=self.lane,
-            position=self.num_tokens,
             logprobs=self.params.logprobs,
             adjusted=self.adjusted,
         )
+
+    def take(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Add tokens, up to the one that ends it: how many, and why it ended if it did."""
+        for count, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            if token_id in self.end_token_ids:
+                self.stop_token_id = token_id
+                return count, "stop"
+            if len(self.token_ids) >= self.end:
+                return count, "length"
+        return len(token_ids), None
 
     def next_delta(self) -> Delta:
         """What is to be said of it now, but for its tokens; the first delta and the last say more than others."""

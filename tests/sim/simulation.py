@@ -57,6 +57,7 @@ def make_scenario(seed):
     longest = (num_pages - machine["prefill_reserve"]) * BLOCK_SIZE
     actions = tuple(_actions(rng, prefixes, longest, storm=rng.random() < 0.4))
     machine["chunk_step"] = rng.choice([1, 1, 8, 32])
+    machine["num_drafts"] = (1, 3, 8, 0, 0)[seed % 5]
     return Scenario(seed, machine, link, actions)
 
 

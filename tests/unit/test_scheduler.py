@@ -47,7 +47,7 @@ def test_decodes_run_in_every_step_beside_a_long_prefill(run_ahead):
     world.submit("long", prompt(2, 200), max_tokens=2)
     while len(world.outputs["short"]) < 10:
         plan = world.step()
-        assert len(plan.rows) == 1
+        assert len(plan.decodes) == 1
         assert plan.num_tokens == 16
     world.run()
 
