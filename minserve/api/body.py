@@ -70,7 +70,9 @@ def convert(fields: dict[str, Any], kind: type[T], where: str = "") -> T:
     except msgspec.ValidationError as error:
         path, what = field_fault(error)
         param = ".".join(filter(None, (where, path))) or None
-        raise RequestError(f"{param}: {what}" if param else what, param=param) from None
+        value = fields.get(path)
+        given = f", got {value}" if isinstance(value, int | float) and "got" not in what else ""
+        raise RequestError(f"{param}: {what}{given}" if param else what, param=param) from None
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from None
 

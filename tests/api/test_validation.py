@@ -65,7 +65,8 @@ async def test_a_logit_bias_for_what_is_no_token_is_refused(running, key):
 
 
 async def test_a_logit_bias_out_of_bounds_is_refused(running):
-    await refused(running, CHAT, chat_body(logit_bias={"5": 101}), "logit_bias", "-100 to 100")
+    await refused(running, CHAT, chat_body(logit_bias={"5": 101}), "logit_bias", "at most 100")
+    await refused(running, CHAT, chat_body(logit_bias={"5": -101}), "logit_bias", "at least -100")
 
 
 async def test_a_legal_logit_bias_reaches_the_engine_as_numbers(running):
@@ -125,9 +126,17 @@ async def test_top_logprobs_without_logprobs_are_refused(running):
     await refused(running, CHAT, chat_body(top_logprobs=2), "top_logprobs", "logprobs")
 
 
-@pytest.mark.parametrize("stop", ["", ["a", ""], ["x"] * 17, "y" * 1025])
-async def test_stop_strings_that_are_empty_too_long_or_too_many_are_refused(running, stop):
-    await refused(running, CHAT, chat_body(stop=stop), "stop")
+@pytest.mark.parametrize(
+    ("stop", "param", "words"),
+    [
+        ("", "stop", "empty"),
+        (["a", ""], "stop[1]", "empty"),
+        (["x"] * 17, "stop", "at most 16 items"),
+        ("y" * 1025, "stop", "at most 1024 characters"),
+    ],
+)
+async def test_stop_strings_that_are_empty_too_long_or_too_many_are_refused(running, stop, param, words):
+    await refused(running, CHAT, chat_body(stop=stop), param, words)
 
 
 async def test_stop_token_ids_outside_the_vocabulary_are_refused(running):
@@ -223,6 +232,22 @@ async def test_an_unknown_field_is_refused_with_the_nearest_name(running):
 )
 async def test_a_bad_message_is_refused_by_its_place(running, messages, param):
     await refused(running, CHAT, {"messages": messages}, param)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 2**31, 10**9])
+@pytest.mark.parametrize("name", ["n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "max_tokens"])
+async def test_a_senseless_count_is_refused_before_any_work(running, name, value):
+    path = CHAT if name == "top_logprobs" else COMPLETIONS
+    body = (chat_body() if path == CHAT else completion_body()) | {name: value}
+    if value == 0 and name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        assert (await running.post(path, body))[0] == 200
+    else:
+        in_context = name == "max_tokens" and value == 10**9
+        await refused(running, path, body, "prompt" if in_context else name, "context" if in_context else name)
+
+
+async def test_a_bool_is_no_number_even_where_python_takes_it_for_one(running):
+    await refused(running, COMPLETIONS, completion_body(best_of=True), "best_of", "allowed: 1")
 
 
 async def test_missing_fields_are_named(running):
