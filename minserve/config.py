@@ -68,7 +68,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_names: the names that clients may use; the first is the one that answers carry.
     tool_call_parser: the format of the model's tool calls; None: tools are refused.
     max_num_waiting: requests beyond the running ones that may queue; more are refused with 503.
-    max_request_bytes: a longer body is refused with 413.
+    max_requests_per_key: requests that one API key may have running or waiting; more are refused with 429.
+    max_connections: clients that may be connected; one more is told 503 and cut off.
+    max_request_bytes: a longer body is refused with 413. None: as the context is long, at least 4 MiB.
+    allowed_origins: whose pages browsers may show our answers, "*": anybody's.
     shutdown_timeout_s: how long SIGTERM lets running requests finish.
     """
 
@@ -77,5 +80,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_keys: tuple[str, ...] = ()
     tool_call_parser: str | None = None
     max_num_waiting: int = 1024
-    max_request_bytes: int = 32 * 2**20
+    max_requests_per_key: int | None = None
+    max_connections: int = 4096
+    max_request_bytes: int | None = None
+    allowed_origins: tuple[str, ...] = ()
     shutdown_timeout_s: float = 30.0

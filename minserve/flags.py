@@ -50,6 +50,9 @@ NOT_SUPPORTED: dict[str, str] = {
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<suffix>i?[bB])?")
 
 
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+
 def parse_size(text: str) -> int:
     """A count of tokens or bytes: 8192, 64k, 8GiB. As in vLLM, k m g t are thousands and K M G T powers of 1024;
     with a B behind, the standards hold: kB and GB are thousands, KiB and GiB powers of 1024.
@@ -115,6 +118,20 @@ def api_key(text: str) -> str:
     return text
 
 
+def origins(text: str) -> list[str]:
+    """An argparse type: an origin, "*", or vLLM's JSON list of them."""
+    given = [text]
+    if text.startswith("["):
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    for origin in given:
+        if not (isinstance(origin, str) and _ORIGIN.fullmatch(origin)):
+            raise argparse.ArgumentTypeError(f"{origin!r} is no origin; write https://example.com, or * for all")
+    return given
+
+
 def _one(text: str) -> int:
     if text != "1":
         raise argparse.ArgumentTypeError(f"only 1 is supported by this version, got {text}")
@@ -158,6 +175,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.enable_auto_tool_choice != (args.tool_call_parser is not None):
         parser.error("--enable-auto-tool-choice and --tool-call-parser belong together: give both or neither")
+    if args.max_requests_per_key is not None and not args.api_key:
+        parser.error("--max-requests-per-key needs --api-key: without keys, clients cannot be told apart")
     if args.revision is not None and args.model is None:
         parser.error("--revision is a revision of --model, which is not given")
     return args
@@ -181,6 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
     general.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default info"
     )
+    general.add_argument("--log-format", choices=("text", "json"), default="text", help="json: an object a line")
     general.add_argument("--version", action="version", version=f"minserve {__version__}", help="print the version")
     general.add_argument("-h", "--help", action="help", help="print this")
     for name in NOT_SUPPORTED:
@@ -217,7 +237,25 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     add("--enable-auto-tool-choice", action="store_true", help="let the model call tools (with --tool-call-parser)")
     add("--tool-call-parser", metavar="NAME", help="the format of the model's tool calls, such as hermes")
     add("--max-num-waiting", type=number(int, 0), default=1024, metavar="N", help="queue length (default 1024)")
-    add("--max-request-bytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32MiB")
+    add("--max-requests-per-key", type=number(int, 1), metavar="N", help="running or waiting (default: no limit)")
+    add("--max-connections", type=number(int, 1), default=4096, metavar="N", help="clients (default 4096)")
+    add("--max-request-bytes", type=parse_size, metavar="SIZE", help="default: by the context, at least 4MiB")
+    add(
+        "--allowed-origins",
+        nargs="+",
+        action="extend",
+        type=origins,
+        default=[],
+        metavar="ORIGIN",
+        help="whose web pages may call (CORS; default none, * all)",
+    )
+    add(
+        "--engine-timeout",
+        type=number(float, 2),
+        default=120.0,
+        metavar="S",
+        help="silent engine is dead (default 120)",
+    )
     add("--shutdown-timeout", type=number(float, 0), default=30.0, metavar="S", help="seconds to finish (default 30)")
 
 

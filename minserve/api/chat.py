@@ -12,6 +12,7 @@ from contextlib import aclosing
 import msgspec
 from aiohttp import web
 
+from minserve.api.auth import CALLER
 from minserve.api.body import read_json
 from minserve.api.generation import Choice, run
 from minserve.api.http import json_response
@@ -49,7 +50,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     asked = parse(await read_json(request), ChatRequest)
     model = service.check_model(asked.model)
     parser_class = _tool_parser(asked, service.config)
-    with service.admit(asked.n):
+    caller = request[CALLER]
+    with service.admission.admit(caller, asked.n):
         prompt = await encode_chat(service, asked, asked.messages, add_special_tokens=asked.add_special_tokens)
         check_prompt_logprobs(len(prompt) * asked.n, asked.prompt_logprobs, "prompt_logprobs")
         info = service.engine.info
@@ -64,11 +66,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         markers = parser_class.special_markers if parser_class else ()
         kept_ids = service.tokenizer.ids_of(markers)
-        choices = make_choices(service, asked, prompt, params, answer_id, keep_special_ids=kept_ids)
+        choices = make_choices(service, asked, prompt, params, answer_id, caller, keep_special_ids=kept_ids)
         answer = ChatAnswer(service, asked, answer_id, model, choices, parser_class)
         if asked.stream:
             events = answer.chunks()
-            return await stream_events(request, events, keep_alive_s=service.keep_alive_s, stall_s=service.stall_s)
+            return await stream_events(request, events, keep_alive_s=service.keep_alive_s)
         return json_response(await answer.whole())
 
 

@@ -28,7 +28,7 @@ from minserve.protocol import (
 MAX_CHOICES = 1024
 """Texts that one request may ask for: prompts times n."""
 
-# The bounds, as types: msgspec holds requests to them, and /openapi.json shows them. Those of sampling are the engine's.
+# The bounds, as types: msgspec holds requests to them, /openapi.json shows them. Those of sampling are the engine's.
 NumChoices = Annotated[int, Meta(ge=1, le=128)]
 NumTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 MinTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
