@@ -77,10 +77,13 @@ def _find_model(args: argparse.Namespace) -> tuple[str, Path, Path]:
 
 def server_config_of(args: argparse.Namespace, name: str, model_folder: Path) -> ServerConfig:
     """What the API process is built from. name: what the user called the model."""
+    api_keys = tuple(args.api_key) or _keys_of_environment()
+    if args.max_requests_per_key is not None and not api_keys:
+        raise ConfigError("--max-requests-per-key needs --api-key: without keys, clients cannot be told apart")
     return ServerConfig(
         model_path=str(model_folder),
         served_model_names=tuple(args.served_model_name or [name]),
-        api_keys=tuple(args.api_key) or _keys_of_environment(),
+        api_keys=api_keys,
         tool_call_parser=args.tool_call_parser,
         max_num_waiting=args.max_num_waiting,
         max_requests_per_key=args.max_requests_per_key,

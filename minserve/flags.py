@@ -175,8 +175,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.enable_auto_tool_choice != (args.tool_call_parser is not None):
         parser.error("--enable-auto-tool-choice and --tool-call-parser belong together: give both or neither")
-    if args.max_requests_per_key is not None and not args.api_key:
-        parser.error("--max-requests-per-key needs --api-key: without keys, clients cannot be told apart")
     if args.revision is not None and args.model is None:
         parser.error("--revision is a revision of --model, which is not given")
     return args

@@ -7,7 +7,7 @@ Does not know: HTTP, how the engine counts.
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -83,6 +83,10 @@ class Metrics:
     def refused(self, reason: str) -> None:
         """Count a request that there was no room for."""
         self._refused.labels(self._model_name, reason).inc()
+
+    def gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """Add a gauge that is read when it is scraped."""
+        Gauge(name, help_text, ["model_name"], registry=self.registry).labels(self._model_name).set_function(read)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -7,7 +7,7 @@ Does not know: HTTP, beyond the one answer to a client too many. Slow headers ar
 import asyncio
 import logging
 import resource
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -66,11 +66,10 @@ class _Connection(asyncio.Protocol):
         self._stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
         if self._connections.full:
-            transport.write(_FULL)
-            transport.close()
+            self._transport.write(_FULL)
+            self._transport.close()
             return
         self._connections.num_open += 1
         self._handler = self._connections.server()

@@ -93,6 +93,7 @@ class Server:
         assert self._runner.server is not None
         most = room_for_connections(self._service.config.max_connections)
         connections = Connections(self._runner.server, most, self._stall_s)
+        self._service.metrics.gauge("minserve:connections", "Clients connected", lambda: connections.num_open)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel's own watch over what is too little to fill our buffer
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._stall_s * 1000))
         try:
