@@ -4,12 +4,11 @@ Owns: which libraries are heard, and the members of a JSON line. Does not know: 
 writes holds what clients wrote.
 """
 
+import json
 import logging
 import sys
 from datetime import UTC, datetime
 from typing import Any
-
-import msgspec
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -27,7 +26,7 @@ class JsonFormatter(logging.Formatter):
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=repr).decode()
+        return json.dumps(line, default=repr)
 
 
 def set_up_logs(level: str, form: str) -> None:

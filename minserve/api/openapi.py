@@ -67,8 +67,15 @@ def _as_checked(schema: Json) -> Json:
     taken: Json = {name: {} for name in sorted(INERT)}
     taken |= {name: {"enum": [*values, None]} for name, values in NOT_SUPPORTED.items()}
     for name, field in schema["properties"].items():
-        taken[name] = field if name in required else {"anyOf": [field, {"type": "null"}]}
+        taken[name] = field if name in required else _or_null(field)
     return schema | {"properties": taken, "additionalProperties": False}
+
+
+def _or_null(field: Json) -> Json:
+    null = {"type": "null"}
+    kinds = field.get("anyOf") or [{key: value for key, value in field.items() if key != "default"}]
+    kept = {"default": field["default"]} if "default" in field else {}
+    return kept | {"anyOf": kinds if null in kinds else [*kinds, null]}
 
 
 def _operation(route: Route, with_keys: bool) -> Json:

@@ -73,8 +73,9 @@ class Server:
         self._service = service
         self._sock = sock
         # Without cancellation a handler would never learn that its client has gone.
+        self.app = build_app(service)
         self._runner = web.AppRunner(
-            build_app(service),
+            self.app,
             handler_cancellation=True,
             access_log=None,
             auto_decompress=False,
