@@ -122,8 +122,10 @@ def _content(route: Route) -> Json:
         return {route.media: {}}
     content: Json = {route.media: {"schema": _ref(route.answer)}}
     if route.chunk is not None:
-        # OpenAPI has no word for the events of a stream: this is the `data` of each, and the last one is [DONE].
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": _ref(route.chunk)}
+        # The form of each event. The last one's data is [DONE], and a failure's is an ErrorResponse.
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(route.chunk)}
+        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
     return content
 
 

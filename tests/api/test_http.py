@@ -67,6 +67,15 @@ async def test_a_body_over_the_limit_is_a_413_announced_or_not(start):
         assert response.status == 413
 
 
+@pytest.mark.parametrize("head", ["GARBAGE", "GET / HTTP/9.9", "GET /health HTTP/1.1\nHost: x\nX: " + "a" * 10_000])
+async def test_what_is_no_http_is_a_400_that_says_nothing_of_the_inside(running, head):
+    answer = await raw(running, head)
+    assert b" 400 " in answer.splitlines()[0]
+    assert b"Traceback" not in answer
+    assert b" at 0x" not in answer
+    assert b".py" not in answer
+
+
 async def test_a_sane_request_id_comes_back_and_another_is_replaced(running):
     for given, comes_back in (("abc-1.2:3", True), ("x" * 129, False), ("a b", False), ("", False)):
         async with running.http.get("/v1/models", headers={"X-Request-Id": given}) as response:

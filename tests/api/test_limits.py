@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import resource
 import socket
 import threading
 
 import pytest
 
 from minserve.api import body as body_module
+from minserve.api.connections import OTHER_FILES, room_for_connections
 from minserve.text.chat import ChatTemplate
 from tests.api.conftest import chat_body
 from tests.api.test_http import raw
@@ -136,6 +138,39 @@ class TestConnections:
             await running.engine.until(lambda engine: len(engine.submits) == 128 and not engine.running)
             await asyncio.wait_for(cut_off(running), 30)
             assert await running.complete()
+
+
+class TestOpenFiles:
+    """Each connection is an open file, and systems bound them."""
+
+    @pytest.fixture
+    def limit(self, monkeypatch):
+        """limit(soft, hard): the process's limits. They are changed in this list only."""
+        limits = [0, 0]
+        monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+        monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
+
+        def begin(soft, hard):
+            limits[:] = soft, hard
+            return limits
+
+        return begin
+
+    @pytest.mark.parametrize("hard", [100_000, resource.RLIM_INFINITY])
+    def test_the_limit_is_raised_to_what_the_connections_need(self, limit, hard):
+        limits = limit(1024, hard)
+        assert room_for_connections(4096) == 4096
+        assert limits == [4096 + OTHER_FILES, hard]
+
+    def test_where_it_cannot_be_raised_there_are_fewer_connections_and_a_warning(self, limit, caplog):
+        limit(1024, 1024)
+        assert room_for_connections(4096) == 1024 - OTHER_FILES
+        assert "1024 files" in caplog.text
+
+    def test_a_limit_that_suffices_is_left_alone(self, limit):
+        limits = limit(5000, 6000)
+        assert room_for_connections(100) == 100
+        assert limits == [5000, 6000]
 
 
 async def cut_off(running):
