@@ -23,7 +23,7 @@ BUDGET_CODE_LINES = 7800
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
 what is wrong in flags, fields and model files, which nobody would give back; the host tier took 600 more.
-7800: what a server that strangers reach needs: room for each key, slow clients, other origins, /openapi.json, JSON logs.
+7800: what a server that strangers reach needs: room for each key, slow clients, other origins, /openapi.json.
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -61,11 +61,11 @@ class Admission:
             )
 
     @contextmanager
-    def admit(self, caller: Caller, num_choices: int = 1) -> Iterator[None]:
-        """Hold room for num_choices. Raises OverloadedError, or RequestError for what will never have room."""
+    def admit(self, caller: Caller, num_choices: int = 1, param: str = "n") -> Iterator[None]:
+        """Hold room for num_choices. Raises OverloadedError, or RequestError (of param) if there will never be room."""
         most = self._most if self._most_per_key is None else min(self._most, self._most_per_key)
         if num_choices > most:
-            raise RequestError(f"n: the request asks for {num_choices} texts; at most {most} are allowed", param="n")
+            raise RequestError(f"{param} asks for {num_choices} texts; at most {most} may run or wait", param=param)
         self.check(caller, num_choices)
         self._num_choices += num_choices
         self._num_of_tenant[caller.tenant] += num_choices

@@ -50,7 +50,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs cannot be combined with echo and logprobs", param="prompt_logprobs")
     caller = request[CALLER]
-    with service.admission.admit(caller, len(prompts) * asked.n):
+    param = "n" if asked.n > 1 else "prompt"
+    with service.admission.admit(caller, len(prompts) * asked.n, param):
         answer = await _prepare(service, asked, prompts, model, caller)
         if asked.stream:
             events = answer.chunks()

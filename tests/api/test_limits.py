@@ -52,6 +52,8 @@ class TestRoom:
         running = await start(max_num_waiting=1, engine_options={"max_num_seqs": 1})
         status, answer = await running.post(CHAT, chat_body(n=3))
         assert (status, answer["error"]["param"]) == (400, "n")
+        status, answer = await running.post("/v1/completions", {"prompt": ["a"] * 3})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
 
     async def test_of_a_burst_every_request_is_refused_before_rendering_or_ends(self, start, monkeypatch):
         num_rendered = 0
