@@ -122,9 +122,9 @@ def _content(route: Route) -> Json:
         return {route.media: {}}
     content: Json = {route.media: {"schema": _ref(route.answer)}}
     if route.chunk is not None:
-        # The form of each event. The last one's data is [DONE], and a failure's is an ErrorResponse.
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(route.chunk)}
-        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        told = {"anyOf": [_ref(route.chunk), _ref(ErrorResponse)]}
+        data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": told}]}
+        event = {"type": "object", "properties": {"data": {"type": "string"} | data}, "required": ["data"]}
         content["text/event-stream"] = {"schema": event}
     return content
 
