@@ -3,72 +3,189 @@
     token = argmax over ids of  filtered(logits / temperature)[id] + g(seed, position, id)
 
 g is Gumbel noise, so the argmax is a draw from softmax(filtered logits / temperature) (the Gumbel-max trick). It is a
-function of (seed, position, id) alone: a counter-based generator, not a stream. So a seeded text does not depend on
-who else is in the batch, on preemption, or on whether a draft proposed the token first.
+function of (seed, position, id) alone (gumbel.py). So a seeded text does not depend on who else is in the batch, on
+preemption, or on whether a draft proposed the token first. At temperature 0 the noise is left out. Of equal sums the
+lower id wins.
 
-The generator is two rounds of a 32-bit integer finaliser (constants of Wellons' "lowbias32") on the id, each keyed with
-32 bits that four more rounds make of seed and position.
+On the device: one kernel finds where the filters cut (filter_logits.py) and does nothing for rows without any; one
+reads every row in several parts, each of which yields its best token; one picks the best of these and writes it to the
+lane. What a row needs is read from its lane's tables, so one captured graph serves any mix of requests.
 """
+
+from dataclasses import dataclass
 
 import torch
 
-_MASK = 0xFFFFFFFF
+from minserve.kernels.adjust_logits import Adjustments, adjust_logits, apply_penalties, count_tokens
+from minserve.kernels.filter_logits import CUT_TILE, filter_logits, find_cuts_triton, load_logits
+from minserve.kernels.gumbel import gumbel_noise, noise, row_keys
+from minserve.kernels.lang import tl, triton
+
+__all__ = [
+    "Adjustments",
+    "SamplingState",
+    "adjust_logits",
+    "apply_penalties",
+    "count_tokens",
+    "filter_logits",
+    "gumbel_noise",
+    "sample",
+]
+
+_TILE = 1024
+_MAX_PARTS = 128
+_PROGRAMS = 2048  # enough to fill a GPU; a row is read in so many parts that there are about as many
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """lowbias32 on int64 tensors that hold 32-bit values."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _MASK
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """The lane tables that sampling reads, and the two that it writes.
+
+    temperature, top_p, min_p: [num_lanes] float32   temperature 0: greedy; top_p from 1, min_p 0: off
+    top_k: [num_lanes] int64                         0: off
+    seed: [num_lanes, 2] int64                       two halves of 32 bits
+    last_token: [num_lanes] int64                    becomes the new token
+    num_tokens: [num_lanes] int64                    the position where the new token will stand; grows by one
+    """
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    seed: torch.Tensor
+    last_token: torch.Tensor
+    num_tokens: torch.Tensor
 
 
-def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise. seed: [rows, 2] int64, 32 bits each; position: [rows] int64. [rows, vocab] float32."""
-    first = _mix(_mix(seed[:, 0] ^ 0x9E3779B9) ^ (position & _MASK))
-    second = _mix((_mix(seed[:, 1] ^ 0x85EBCA6B) + first) & _MASK)
-    ids = torch.arange(vocab_size, device=seed.device)
-    bits = _mix((_mix(ids[None, :] ^ first[:, None]) + second[:, None]) & _MASK)
-    # 23 bits and a half: the largest value is 1 - 2**-24, the largest float32 below 1, so the noise is finite.
-    uniform = ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
-
-
-def apply_penalties(
-    logits: torch.Tensor,
-    prompt_seen: torch.Tensor,
-    output_counts: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
+def sample(
+    logits: torch.Tensor, lanes: torch.Tensor, state: SamplingState, allowed: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """repetition divides positive and multiplies negative logits of all seen tokens (CTRL, arXiv 1909.05858);
-    presence and frequency are OpenAI's: subtracted once, and once per occurrence, for generated tokens.
+    """The next token of each row, [rows] int64, also written to its lane's last_token; num_tokens grows by one.
 
-    logits: [rows, vocab]; prompt_seen: the same, bool; output_counts: the same, int; the rest: [rows].
+    logits: [rows, vocab], any float type; lanes: [rows] int64, no lane twice, -1 for padding, whose token is 0.
+    allowed: [vocab] bool, the ids that may be drawn; None: all.
     """
-    seen = prompt_seen | (output_counts > 0)
-    factor = torch.where(seen, repetition[:, None], 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    counts = output_counts.to(logits.dtype)
-    return logits - presence[:, None] * (counts > 0) - frequency[:, None] * counts
+    rows, vocab = logits.shape
+    (num_lanes,) = state.temperature.shape
+    assert lanes.shape == (rows,)
+    assert lanes.dtype == torch.int64
+    for table in (state.temperature, state.top_p, state.min_p):
+        assert table.shape == (num_lanes,)
+        assert table.dtype == torch.float32
+    for table in (state.top_k, state.last_token, state.num_tokens):
+        assert table.shape == (num_lanes,)
+        assert table.dtype == torch.int64
+    assert state.seed.shape == (num_lanes, 2)
+    assert state.seed.dtype == torch.int64
+    assert allowed is None or (allowed.shape == (vocab,) and allowed.dtype == torch.bool)
+    tables = (state.temperature, state.top_p, state.min_p, state.top_k, state.seed, state.last_token, state.num_tokens)
+    assert all(tensor.is_contiguous() for tensor in (logits, lanes, *tables))
+    if logits.is_cuda and rows > 0:
+        return sample_triton(logits, lanes, state, allowed)
+    return sample_reference(logits, lanes, state, allowed)
 
 
-def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Keep, in each row, the tokens of probability >= min_p x the largest, then the top_k best, then the smallest set
-    of the best of these whose probability reaches top_p; the rest become -inf. The best token always stays.
+def sample_reference(
+    logits: torch.Tensor, lanes: torch.Tensor, state: SamplingState, allowed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """sample in plain torch, for a step that is not captured: it looks at the values, to do no more than is asked."""
+    rows = (lanes >= 0).nonzero()[:, 0]
+    own = lanes[rows]
+    logits = logits[rows].float()
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    temperature, top_k, top_p, min_p = state.temperature[own], state.top_k[own], state.top_p[own], state.min_p[own]
+    random = temperature > 0
+    if bool(random.any()):
+        logits = logits / torch.where(random, temperature, 1.0)[:, None]
+        if bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()):
+            logits = filter_logits(logits, top_k, top_p, min_p)
+        logits = logits + gumbel_noise(state.seed[own], state.num_tokens[own], logits.shape[1]) * random[:, None]
+    drawn = logits.argmax(dim=-1)
+    state.last_token[own] = drawn
+    state.num_tokens[own] += 1
+    tokens = torch.zeros_like(lanes)
+    tokens[rows] = drawn
+    return tokens
 
-    logits: [rows, vocab], divided by the temperature; top_k: [rows] int64, 0 is off; top_p, min_p: [rows].
-    """
-    best = logits.amax(dim=-1, keepdim=True)
-    logits = logits.masked_fill(logits < best + min_p.clamp_min(1e-38).log()[:, None], -torch.inf)
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(logits.shape[-1], device=logits.device)
-    limit = torch.where(top_k > 0, top_k, logits.shape[-1])
-    ordered = ordered.masked_fill(ranks[None, :] >= limit[:, None], -torch.inf)
-    probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    drop = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (ranks > 0)[None, :]
-    ordered = ordered.masked_fill(drop, -torch.inf)
-    return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+def sample_triton(
+    logits: torch.Tensor,
+    lanes: torch.Tensor,
+    state: SamplingState,
+    allowed: torch.Tensor | None = None,
+    tile: int = _TILE,
+    cut_tile: int = CUT_TILE,
+) -> torch.Tensor:
+    """sample by three kernels. tile, cut_tile: tokens that a program reads at once, powers of two."""
+    rows, vocab = logits.shape
+    masked = allowed is not None
+    mask = logits if allowed is None else allowed.view(torch.uint8)
+    cut, last_tie = find_cuts_triton(
+        logits, lanes, state.temperature, state.top_k, state.top_p, state.min_p, mask if masked else None, cut_tile
+    )
+    num_tiles = triton.cdiv(vocab, tile)
+    part_tiles = triton.cdiv(num_tiles, min(_MAX_PARTS, max(1, _PROGRAMS // rows)))
+    parts = triton.cdiv(num_tiles, part_tiles)
+    best = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    _draw_kernel[(rows, parts)](
+        logits, mask, lanes, state.temperature, state.seed, state.num_tokens, cut, last_tie, best, best_id,
+        vocab, part_tiles, parts, masked=masked, tile=tile, num_warps=4,
+    )  # fmt: skip
+    tokens = torch.empty_like(lanes)
+    _take_kernel[(rows,)](
+        best, best_id, lanes, tokens, state.last_token, state.num_tokens, parts, max_parts=_MAX_PARTS, num_warps=1
+    )
+    return tokens
+
+
+@triton.jit(do_not_specialize=["part_tiles", "parts"])
+def _draw_kernel(
+    logits, allowed, lanes, temperatures, seeds, positions, cuts, last_ties, best, best_id, vocab, part_tiles, parts,
+    masked: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """The best token of one part of one row."""
+    index = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    lane = tl.load(lanes + index)
+    own = tl.maximum(lane, 0)
+    temperature = tl.load(temperatures + own)
+    random = temperature > 0
+    first, second = row_keys(tl.load(seeds + own * 2), tl.load(seeds + own * 2 + 1), tl.load(positions + own))
+    cut, last_tie = tl.load(cuts + index), tl.load(last_ties + index)
+    row = logits + index * vocab
+    # Multiples of tile, and seen to be: else the loads would not be wide ones.
+    begin = part * part_tiles * tile
+    end = tl.where(lane >= 0, tl.minimum(begin + part_tiles * tile, vocab), begin)
+    top = tl.full([tile], -float("inf"), tl.float32)
+    top_id = tl.zeros([tile], tl.int32)
+    for start in range(begin, end, tile):
+        ids = start + tl.arange(0, tile)
+        x = load_logits(row, allowed, ids, vocab, masked)
+        kept = (x > cut) | ((x == cut) & (ids <= last_tie))
+        if random:
+            # Triton's own `/` is not the IEEE quotient that torch computes.
+            x = tl.div_rn(x, temperature + tl.zeros_like(x)) + noise(ids, first, second)
+        # Only what is better takes a place, so that of equal ones in it the first stays.
+        better = kept & (x > top)
+        top = tl.where(better, x, top)
+        top_id = tl.where(better, ids, top_id)
+    winner = tl.max(top, 0)
+    tl.store(best + index * parts + part, winner)
+    tl.store(best_id + index * parts + part, tl.min(tl.where(top == winner, top_id, 0x7FFFFFFF), 0))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _take_kernel(best, best_id, lanes, tokens, last_token, num_tokens, parts, max_parts: tl.constexpr):
+    """The best token of all parts of a row, into its lane."""
+    index = tl.program_id(0).to(tl.int64)
+    lane = tl.load(lanes + index)
+    part = tl.arange(0, max_parts)
+    top = tl.load(best + index * parts + part, mask=part < parts, other=-float("inf"))
+    top_id = tl.load(best_id + index * parts + part, mask=part < parts, other=0x7FFFFFFF)
+    winner = tl.min(tl.where(top == tl.max(top, 0), top_id, 0x7FFFFFFF), 0).to(tl.int64)
+    tl.store(tokens + index, tl.where(lane >= 0, winner, 0))
+    if lane >= 0:
+        tl.store(last_token + lane, winner)
+        tl.store(num_tokens + lane, tl.load(num_tokens + lane) + 1)

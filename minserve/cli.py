@@ -44,12 +44,14 @@ def _serve(args: argparse.Namespace) -> int:
     from minserve.api.server import bind
     from minserve.engine.client import EngineClient
     from minserve.text.chat import ChatTemplate
+    from minserve.text.reasoning import reasoning_format
     from minserve.text.tokenizer import Tokenizer
     from minserve.text.toolcalls import tool_parser_class
 
     # What can be wrong is found before anything that takes long.
     if args.tool_call_parser is not None:
         tool_parser_class(args.tool_call_parser)
+    reasoning_format(args.reasoning_parser, template_closes_tag=False)
     with bind(args.host, args.port) as sock:
         name, model_folder, tokenizer_folder = _find_model(args)
         tokenizer = Tokenizer.from_folder(tokenizer_folder, model_folder=model_folder)
@@ -85,6 +87,7 @@ def server_config_of(args: argparse.Namespace, name: str, model_folder: Path) ->
         served_model_names=tuple(args.served_model_name or [name]),
         api_keys=api_keys,
         tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         max_num_waiting=args.max_num_waiting,
         max_requests_per_key=args.max_requests_per_key,
         max_connections=args.max_connections,
@@ -115,6 +118,7 @@ def engine_config_of(
         model_path=str(model_folder),
         load_format=args.load_format,
         dtype=args.dtype,
+        quantization=args.quantization,
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
@@ -128,4 +132,5 @@ def engine_config_of(
         eos_token_ids=eos_token_ids,
         token_id_ranges=token_id_ranges,
         seed=args.seed,
+        enforce_eager=args.enforce_eager,
     )

@@ -24,12 +24,7 @@ NOT_SUPPORTED: dict[str, str] = {
     "--fetch": "",
     "--cpu-offload-gb": "",
     "--swap-space": "",
-    "--quantization": "",
-    "-q": "",
     "--kv-cache-dtype": "",
-    "--enforce-eager": "there are no CUDA graphs yet, so every step is eager",
-    "--disable-cuda-graph": "there are no CUDA graphs yet, so every step is eager",
-    "--reasoning-parser": "",
     "--pipeline-parallel-size": "",
     "-pp": "",
     "--data-parallel-size": "",
@@ -215,6 +210,12 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="what clients call it (default: MODEL)")
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of weights and KV")
+    add(
+        "--quantization",
+        "-q",
+        choices=("fp8",),
+        help="weights of layers in 8 bits (default: as the checkpoint has them)",
+    )
     add("--max-model-len", "--context-length", type=parse_size, metavar="N", help="context in tokens, also 64k")
     add("--rope-scaling", type=rope_scaling, metavar="JSON", help='such as {"rope_type": "yarn", "factor": 4.0}')
 
@@ -234,6 +235,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     )
     add("--enable-auto-tool-choice", action="store_true", help="let the model call tools (with --tool-call-parser)")
     add("--tool-call-parser", metavar="NAME", help="the format of the model's tool calls, such as hermes")
+    add("--reasoning-parser", default="auto", metavar="NAME", help="auto (default: if the template tells), none, qwen3")
     add("--max-num-waiting", type=number(int, 0), default=1024, metavar="N", help="queue length (default 1024)")
     add("--max-requests-per-key", type=number(int, 1), metavar="N", help="running or waiting (default: no limit)")
     add("--max-connections", type=number(int, 1), default=4096, metavar="N", help="clients (default 4096)")
@@ -264,9 +266,8 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--max-num-seqs",
         "--max-running-requests",
         type=number(int, 1, 4096),
-        default=64,
         metavar="N",
-        help="default 64",
+        help="requests at once (default 256; 64 on a CPU)",
     )
     add(
         "--max-num-batched-tokens",
@@ -297,6 +298,12 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         default=0.9,
         metavar="F",
         help="share of the GPU's memory to use (default 0.9)",
+    )
+    add(
+        "--enforce-eager",
+        "--disable-cuda-graph",
+        action="store_true",
+        help="launch decode steps anew, not from CUDA graphs",
     )
     add(
         "--enable-prefix-caching",

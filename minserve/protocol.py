@@ -139,10 +139,11 @@ class Outputs(msgspec.Struct, tag="outputs"):
 
 
 class Starting(msgspec.Struct, frozen=True, tag="starting"):
-    """The engine is loading weights: so many bytes of so many."""
+    """The engine is making ready. phase: what it does ("weights", whose amounts are bytes; "CUDA graphs"...)."""
 
-    loaded_bytes: int
-    total_bytes: int
+    phase: str
+    done: int
+    total: int
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from pathlib import Path
 
 import uvloop
@@ -26,6 +26,7 @@ from minserve.api.server import Server, bind
 from minserve.api.service import Service
 from minserve.config import ServerConfig
 from minserve.protocol import Delta, Submit
+from minserve.text.renderer import Renderer
 from tests.api import tiny
 from tests.api.fake_engine import FakeEngine
 
@@ -56,11 +57,12 @@ async def serve(step_s: float) -> None:
         engine.step_s, engine.reply = step_s, tokenizer.encode("x", add_special_tokens=False) * 60_000
         config = ServerConfig(model_path=name, served_model_names=("tiny",), max_num_waiting=128)
         sock = bind("127.0.0.1", 0)
-        # Longer than the measurement, so that those who stall are still there.
-        server = Server(Service(config, engine, tokenizer, template), sock, stall_s=3600)
-        await server.start()
-        print(sock.getsockname()[1], flush=True)
-        await server.run()
+        with closing(Renderer(template)) as renderer:
+            # Longer than the measurement, so that those who stall are still there.
+            server = Server(Service(config, engine, tokenizer, renderer), sock, stall_s=3600)
+            await server.start()
+            print(sock.getsockname()[1], flush=True)
+            await server.run()
 
 
 class Run:

@@ -37,11 +37,18 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens_details: CachedTokensDetails
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
+    """completion_tokens_details: of chats with a model whose reasoning is told from its answers."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -79,17 +86,18 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """index: in chunks only, where OpenAI's clients need it to join them."""
-
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
-    index: int | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct):
+    """reasoning: under the names of vLLM and of DeepSeek; null if there was none, absent if it is not looked for."""
+
     role: Literal["assistant"]
     content: str | None
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -111,10 +119,26 @@ class ChatResponse(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class FunctionCallDelta(msgspec.Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """What a chunk adds to the call of that index: at first its id and name, then pieces of its arguments."""
+
+    index: int
+    function: FunctionCallDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -40,6 +40,8 @@ StopTokenIds = Annotated[list[int], Meta(max_length=MAX_REQUEST_STOP_TOKEN_IDS)]
 LogitBiases = Annotated[dict[str, LogitBias], Meta(max_length=MAX_LOGIT_BIAS)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 Messages = Annotated[list[Message], Meta(min_length=1)]
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
+TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=64)]
 
 _TOKEN_ID_SCHEMA = {"type": "integer", "minimum": 0}
 _PROMPT_FORMS = [
@@ -67,6 +69,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
     "include_reasoning": (True,),
     "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "functions": ([],),
@@ -135,18 +138,23 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    include_reasoning: send it (vLLM's field). separate_reasoning: set it apart from the content (SGLang's).
+    """
 
     messages: Messages
     max_completion_tokens: NumTokens | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
-    tools: list[dict[str, Any]] = []
+    tools: Tools = []
     tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: TemplateKwargs = {}
 
     @property
     def limit(self) -> int | None:
@@ -168,11 +176,11 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: list[dict[str, Any]] = []
+    tools: Tools = []
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: TemplateKwargs = {}
     return_token_strs: bool = False
 
 

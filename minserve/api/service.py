@@ -18,7 +18,8 @@ from minserve.api.engine import Engine
 from minserve.config import ServerConfig
 from minserve.errors import NotFoundError
 from minserve.metrics import Metrics
-from minserve.text.chat import ChatTemplate
+from minserve.text.reasoning import CLOSE, reasoning_format
+from minserve.text.renderer import Renderer
 from minserve.text.tokenizer import Tokenizer
 
 LONG_TEXT_CHARS = 2048
@@ -35,14 +36,17 @@ T = TypeVar("T")
 
 
 class Service:
-    """One model behind the routes."""
+    """One model behind the routes. reasoning: how its reasoning is told from its answers, if it is.
+
+    Raises ConfigError for a reasoning parser that there is not. Whoever made engine and renderer ends them.
+    """
 
     def __init__(
         self,
         config: ServerConfig,
         engine: Engine,
         tokenizer: Tokenizer,
-        template: ChatTemplate,
+        renderer: Renderer,
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
         body_s: float = BODY_S,
@@ -50,7 +54,10 @@ class Service:
         self.config = config
         self.engine = engine
         self.tokenizer = tokenizer
-        self.template = template
+        self.renderer = renderer
+        self.reasoning = reasoning_format(
+            config.reasoning_parser, template_closes_tag=renderer.template.mentions(CLOSE)
+        )
         self.keep_alive_s = keep_alive_s
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name, lambda: engine.stats)

@@ -5,7 +5,7 @@ from aiohttp import web
 from minserve.api.auth import CALLER
 from minserve.api.body import read_json
 from minserve.api.http import json_response
-from minserve.api.prepare import encode_chat, encode_text
+from minserve.api.prepare import encode_text, render_chat
 from minserve.api.responses import DetokenizeResponse, TokenizeResponse
 from minserve.api.sampling import check_token_ids
 from minserve.api.schemas import DetokenizeRequest, TokenizeRequest, parse
@@ -24,10 +24,11 @@ async def tokenize(request: web.Request) -> web.Response:
     with service.admission.admit(request[CALLER]):
         if asked.messages is not None:
             special = bool(asked.add_special_tokens)
-            ids = await encode_chat(service, asked, asked.messages, add_special_tokens=special)
+            text, param = await render_chat(service, asked, asked.messages), "messages"
         else:
             special = asked.add_special_tokens is not False
-            ids = await encode_text(service, asked.prompt or "", add_special_tokens=special, param="prompt")
+            text, param = asked.prompt or "", "prompt"
+        ids = await encode_text(service, text, add_special_tokens=special, param=param)
     strings = [service.tokenizer.token_text(token_id) for token_id in ids] if asked.return_token_strs else None
     return json_response(TokenizeResponse(len(ids), service.engine.info.max_model_len, ids, strings))
 

@@ -16,7 +16,8 @@ from minserve.protocol import SamplingParams, TokenLogprobs
 class LaneSetup:
     """A request takes a lane: its sampling state has to be written before its first row.
 
-    token_ids: the prompt and, for a request that was preempted, what it had generated.
+    token_ids: the prompt and, for a request that was preempted, what it had generated; given if it is penalized.
+    num_tokens: how many these are.
     end_token_ids: tokens that end it, not to be sampled before min_tokens. last_token: the input of its first decode
     row, if it comes back with all other KV cached.
     """
@@ -24,6 +25,7 @@ class LaneSetup:
     lane: int
     params: SamplingParams
     token_ids: Sequence[int]
+    num_tokens: int
     num_prompt_tokens: int
     end_token_ids: tuple[int, ...]
     last_token: int
@@ -59,18 +61,13 @@ class Row:
 class Sample:
     """A row that yields a token, which will stand at `position`.
 
-    logprobs: how many alternatives to report, or None. adjusted: the lane has penalties, bias or a minimum length;
-    penalized: it has penalties, so its counts are kept.
-    greedy: the most likely token, no noise. filtered: top-k, top-p or min-p is on.
+    logprobs: how many alternatives to report, or None. adjusted: the lane has penalties, bias or a minimum length.
     """
 
     lane: int
     position: int
     logprobs: int | None
     adjusted: bool
-    penalized: bool
-    greedy: bool
-    filtered: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,16 +150,16 @@ def main() -> None:
         sys.exit(1)
 
 
-def _reporter(channel: Channel) -> Callable[[int, int], None]:
+def _reporter(channel: Channel) -> Callable[[str, int, int], None]:
     """Tells the API process of every percent, not of every tensor."""
-    sent = -1
+    sent = ("", 0)
 
-    def report(loaded_bytes: int, total_bytes: int) -> None:
+    def report(phase: str, done: int, total: int) -> None:
         nonlocal sent
-        percent = 100 * loaded_bytes // max(1, total_bytes)
-        if percent > sent:
-            sent = percent
-            channel.send(Starting(loaded_bytes, total_bytes))
+        now = (phase, 100 * done // max(1, total))
+        if now != sent:
+            sent = now
+            channel.send(Starting(phase, done, total))
 
     return report
 

@@ -79,6 +79,14 @@ class Request:
         """Tokens that it has and that have no KV yet."""
         return self.num_tokens - self.num_computed
 
+    def num_next(self, budget: int, step: int) -> int:
+        """How many tokens it computes next: all that are pending, or as many as the budget allows. A chunk that is not
+        the last ends at a multiple of `step` if it reaches one."""
+        if self.num_pending <= budget:
+            return self.num_pending
+        end = (self.num_computed + budget) // step * step
+        return end - self.num_computed if end > self.num_computed else budget
+
     @property
     def num_output_tokens(self) -> int:
         """Generated tokens that are known."""
@@ -105,11 +113,6 @@ class Request:
         return self.penalized or bool(self.params.logit_bias) or self.params.min_tokens > 0
 
     @property
-    def filtered(self) -> bool:
-        params = self.params
-        return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-
-    @property
     def awaits_prompt_logprobs(self) -> bool:
         """Log probabilities of its prompt are still to be reported, so every prompt token has to be computed."""
         return self.prompt_logprobs is not None and not self.first_delta_sent
@@ -120,6 +123,7 @@ class Request:
             lane=self.lane,
             params=self.params,
             token_ids=tuple(self.token_ids) if self.penalized else (),
+            num_tokens=len(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             end_token_ids=self.end_token_ids,
             last_token=self.token_ids[-1],
@@ -146,9 +150,6 @@ class Request:
             position=self.num_tokens,
             logprobs=self.params.logprobs,
             adjusted=self.adjusted,
-            penalized=self.penalized,
-            greedy=self.params.temperature == 0,
-            filtered=self.filtered,
         )
 
     def next_delta(self) -> Delta:

@@ -31,6 +31,7 @@ from minserve.protocol import Delta, FinishReason, Stats, Submit, TokenLogprobs
 class Scheduler:
     """max_num_batched_tokens must be at least max_num_seqs, so that a prefill beside decodes always gets a token.
 
+    chunk_step: a prompt's chunk that is not its last ends at a multiple of it, if the budget reaches that far.
     blocks must have pages for max_model_len tokens beside the prefill_reserve (see `PrefillReserve`), so that every
     request that is accepted can finish alone.
     """
@@ -45,12 +46,14 @@ class Scheduler:
         vocab_size: int,
         end_token_ids: tuple[int, ...] = (),
         prefill_reserve: int = 0,
+        chunk_step: int = 1,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs
         self._blocks = blocks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._chunk_step = chunk_step
         self._end_token_ids = end_token_ids
         self._reserve = PrefillReserve(blocks, prefill_reserve)
         self._requests: dict[str, Request] = {}
@@ -116,7 +119,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         active = [r for r in self._running if not r.wants_no_more and self._blocks.is_ready(r.id)]
         for request in sorted(active, key=lambda request: not request.is_decoding):
-            count = min(budget, request.num_pending)
+            count = request.num_next(budget, self._chunk_step)
             if count:
                 decisions.counts[request] = count
                 budget -= count
@@ -164,7 +167,7 @@ class Scheduler:
             del self._waiting[0]
             self._start(request, cached)
             if self._blocks.is_ready(request.id):
-                decisions.counts[request] = min(budget, request.num_pending)
+                decisions.counts[request] = request.num_next(budget, self._chunk_step)
                 budget -= decisions.counts[request]
 
     def _open(self, request: Request, keep: int) -> Cached | None:

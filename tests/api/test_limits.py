@@ -10,7 +10,7 @@ import pytest
 
 from minserve.api import body as body_module
 from minserve.api.connections import OTHER_FILES, room_for_connections
-from minserve.text.chat import ChatTemplate
+from minserve.text.renderer import Renderer
 from tests.api.conftest import chat_body
 from tests.api.test_http import raw
 
@@ -21,6 +21,20 @@ JSON = "Content-Type: application/json"
 async def metric(running, name):
     async with running.http.get("/metrics") as response:
         return [float(line.split()[-1]) for line in (await response.text()).splitlines() if line.startswith(name)]
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """The chats that were given to a template."""
+    chats = []
+    render = Renderer.render
+
+    async def noted(self, chat):
+        chats.append(chat)
+        return await render(self, chat)
+
+    monkeypatch.setattr(Renderer, "render", noted)
+    return chats
 
 
 class TestRoom:
@@ -48,23 +62,22 @@ class TestRoom:
         name = 'minserve:requests_refused_total{model_name="tiny",reason="queue_full"}'
         assert await metric(full, name) == [1.0]
 
-    async def test_what_will_never_have_room_is_a_400_that_names_n(self, start):
+    async def test_what_will_never_have_room_is_a_400_that_names_n_before_rendering(self, start, rendered):
         running = await start(max_num_waiting=1, engine_options={"max_num_seqs": 1})
         status, answer = await running.post(CHAT, chat_body(n=3))
         assert (status, answer["error"]["param"]) == (400, "n")
+        assert rendered == []
         status, answer = await running.post("/v1/completions", {"prompt": ["a"] * 3})
         assert (status, answer["error"]["param"]) == (400, "prompt")
 
-    async def test_of_a_burst_every_request_is_refused_before_rendering_or_ends(self, start, monkeypatch):
-        num_rendered = 0
-        render = ChatTemplate.render
+    async def test_chats_to_tokenize_wait_in_the_same_queue_and_are_refused_before_rendering(self, start, rendered):
+        running = await start(max_num_waiting=0, engine_options={"max_num_seqs": 1})
+        answers = await asyncio.gather(*(running.post("/tokenize", chat_body()) for _ in range(20)))
+        statuses = [status for status, _ in answers]
+        assert set(statuses) == {200, 503}
+        assert len(rendered) == statuses.count(200)
 
-        def counted(self, *args, **kwargs):
-            nonlocal num_rendered
-            num_rendered += 1
-            return render(self, *args, **kwargs)
-
-        monkeypatch.setattr(ChatTemplate, "render", counted)
+    async def test_of_a_burst_every_request_is_refused_before_rendering_or_ends(self, start, rendered):
         running = await start(max_num_waiting=56)
         running.engine.hold_at = 2
         burst = [asyncio.create_task(running.post(CHAT, chat_body())) for _ in range(400)]
@@ -72,7 +85,7 @@ class TestRoom:
         _, pending = await asyncio.wait(burst, timeout=0)
         while len(pending) > 64:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        assert num_rendered == 64
+        assert len(rendered) == 64
         running.engine.release()
         statuses = [status for status, _ in await asyncio.gather(*burst)]
         assert (statuses.count(200), statuses.count(503)) == (64, 336)

@@ -51,6 +51,20 @@ async def test_its_fields_are_all_that_is_taken(document):
         assert {"type": "null"} in schema["properties"]["temperature"]["anyOf"]
 
 
+async def test_it_has_reasoning_and_what_templates_are_told(document):
+    chat, tokenize = (schema_of(document, path)["properties"] for path in ("/v1/chat/completions", "/tokenize"))
+    for name in ("include_reasoning", "separate_reasoning"):
+        assert chat[name] == {"default": True, "anyOf": [{"type": "boolean"}, {"type": "null"}]}
+        assert schema_of(document, "/v1/completions")["properties"][name] == {"enum": [True, None]}
+    for fields in (chat, tokenize):
+        assert fields["chat_template_kwargs"]["anyOf"][0]["maxProperties"] == 64
+        assert fields["tools"]["anyOf"][0]["maxItems"] == 1024
+    schemas = document["components"]["schemas"]
+    assert {"reasoning", "reasoning_content"} < set(schemas["ChatMessage"]["properties"])
+    assert {"reasoning", "reasoning_content"} < set(schemas["ChatDelta"]["properties"])
+    assert "completion_tokens_details" in schemas["Usage"]["properties"]
+
+
 async def test_every_reference_leads_to_a_schema(document):
     def references(value):
         if isinstance(value, dict):

@@ -250,6 +250,22 @@ async def test_a_bool_is_no_number_even_where_python_takes_it_for_one(running):
     await refused(running, COMPLETIONS, completion_body(best_of=True), "best_of", "allowed: 1")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_more_tools_or_template_variables_than_anybody_needs_are_refused_with_the_bound(running, path):
+    tool = {"type": "function", "function": {"name": "f"}}
+    await refused(running, path, chat_body(tools=[tool] * 1025), "tools", "at most 1024 items")
+    kwargs = {f"x{number}": number for number in range(65)}
+    await refused(running, path, chat_body(chat_template_kwargs=kwargs), "chat_template_kwargs", "at most 64")
+
+
+async def test_the_options_of_reasoning_are_bools_of_chats_and_completions_take_none_of_them(running):
+    for name in ("include_reasoning", "separate_reasoning"):
+        await refused(running, CHAT, chat_body(**{name: "yes"}), name, "bool")
+        await refused(running, COMPLETIONS, completion_body(**{name: False}), name, "allowed: True")
+    await refused(running, CHAT, chat_body(stream_reasoning=False), "stream_reasoning", "allowed: True")
+    await running.complete(include_reasoning=True, separate_reasoning=True)
+
+
 async def test_missing_fields_are_named(running):
     await refused(running, CHAT, {}, "messages", "required")
     await refused(running, COMPLETIONS, {}, "prompt", "required")

@@ -56,6 +56,7 @@ class World:
     prefix_caching: bool = True
     num_host_blocks: int = 0
     prefill_reserve: int = 0
+    chunk_step: int = 1
     run_ahead: int = 0
     late_steps: bool = True
     link: Link = field(default_factory=Link)
@@ -77,6 +78,7 @@ class World:
             vocab_size=VOCAB,
             end_token_ids=(END_TOKEN,),
             prefill_reserve=self.prefill_reserve,
+            chunk_step=self.chunk_step,
         )
         self.in_flight = deque()
         self.plans = []

@@ -78,19 +78,20 @@ def test_every_flag_of_the_processes_reaches_their_configuration(tmp_path):
         *["--model", "org/name", "--served-model-name", "a", "b"],
         *["--api-key", "k1", "k2", "--api-key", "k3"],
         *["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-num-waiting", "5"],
-        *["--max-request-bytes", "1MiB", "--shutdown-timeout", "2.5"],
+        *["--reasoning-parser", "deepseek_r1", "--max-request-bytes", "1MiB", "--shutdown-timeout", "2.5"],
         *["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--max-model-len", "64k"],
         *["--max-num-seqs", "7", "--max-num-batched-tokens", "512", "--kv-cache-memory", "8GiB"],
         *["--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching", "--seed", "3", "-tp", "1"],
-        *["--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}'],
+        *["--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}', "--quantization", "fp8"],
     )
     assert server.served_model_names == ("a", "b")
     assert (server.api_keys, server.tool_call_parser) == (("k1", "k2", "k3"), "hermes")
+    assert server.reasoning_parser == "deepseek_r1"
     assert (server.max_num_waiting, server.max_request_bytes, server.shutdown_timeout_s) == (5, 2**20, 2.5)
     assert (engine.load_format, engine.dtype, engine.device) == ("dummy", "float32", "cpu")
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (64_000, 7, 512)
     assert (engine.kv_cache_memory, engine.gpu_memory_utilization) == (8 * 2**30, 0.5)
-    assert (engine.enable_prefix_caching, engine.seed) == (False, 3)
+    assert (engine.enable_prefix_caching, engine.seed, engine.quantization) == (False, 3, "fp8")
     assert engine.rope_scaling == {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -140,6 +141,7 @@ def test_a_flag_that_is_not_here_yet_is_refused_in_one_line(capsys, name, value)
     ("argv", "words"),
     [
         (["-tp", "2"], "only 1 is supported by this version"),
+        (["--quantization", "awq"], "choose from"),
         (["--port", "70000"], "from 0 to 65535"),
         (["--port", "http"], "not a number"),
         (["--gpu-memory-utilization", "1.5"], "from 0.01 to 1"),
@@ -176,12 +178,18 @@ def test_an_unknown_tool_call_parser_is_told_with_those_there_are(capsys):
     assert "hermes" in capsys.readouterr().err
 
 
+def test_an_unknown_reasoning_parser_is_told_with_those_there_are(capsys):
+    assert main(["--reasoning-parser", "morse"]) == 2
+    assert "auto, none, deepseek" in capsys.readouterr().err
+
+
 def test_help_has_one_line_an_option_and_is_short(capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["--help"])
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 50
+    assert len(lines) < 60
+    assert not [line for line in lines if line.startswith("   ")], "an option's help runs over its line"
     assert all(len(line) <= 120 for line in lines)
     assert [line for line in lines if line.endswith(":") and not line.startswith(" ")] == [
         "model:",

@@ -76,6 +76,22 @@ def test_a_preempted_request_finds_its_own_blocks_again(run_ahead):
     assert resumed == [3 * BLOCK_SIZE]
 
 
+def test_chunks_end_at_whole_steps_where_the_budget_reaches_one(run_ahead):
+    world = World(num_pages=32, max_num_batched_tokens=24, chunk_step=10, run_ahead=run_ahead)
+    world.submit("long", prompt(1, 95), max_tokens=2, ignore_eos=True)
+    world.run()
+    spans = [(chunk.start, chunk.start + len(chunk.token_ids)) for plan in world.plans for chunk in plan.chunks]
+    assert spans == [(0, 20), (20, 40), (40, 60), (60, 80), (80, 95)]
+
+
+def test_a_budget_below_a_step_is_used_all_the_same(run_ahead):
+    world = World(num_pages=32, max_num_batched_tokens=8, chunk_step=10, run_ahead=run_ahead)
+    world.submit("long", prompt(1, 27), max_tokens=2, ignore_eos=True)
+    world.run()
+    ends = [chunk.start + len(chunk.token_ids) for plan in world.plans for chunk in plan.chunks]
+    assert ends == [8, 10, 18, 20, 27]
+
+
 def test_cached_tokens_are_whole_blocks_and_fewer_than_the_prompt(run_ahead):
     world = World(run_ahead=run_ahead)
     world.submit("cold", prompt(1, 2 * BLOCK_SIZE))
