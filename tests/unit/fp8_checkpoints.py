@@ -105,12 +105,14 @@ def load(folder, quantization=None, *, fp8=False, device="cpu", **changes):
 def logits(model, device="cpu"):
     """Of a few tokens, with all of q, k and v in them."""
 
-    def attend(layer, q, k, v):
+    def attend(layer, qkv, norms):
+        kv_heads = qkv.shape[1] // 4  # two query heads for each
+        q, k, v = qkv.split([2 * kv_heads, kv_heads, kv_heads], dim=1)
         return (q + (k + v).repeat_interleave(2, dim=1)).flatten(1)
 
     model.set_max_positions(32)
     with torch.inference_mode():
-        return model.logits(model(torch.arange(20, device=device), torch.arange(20, device=device), attend)).cpu()
+        return model.logits(model(torch.arange(20, device=device), attend)).cpu()
 
 
 def weights_of(model, name):
