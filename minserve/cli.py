@@ -6,15 +6,17 @@ Exit codes: 0 stopped, 1 the engine died, 2 the configuration cannot be served, 
 """
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from minserve.config import EngineConfig, ServerConfig
 from minserve.errors import ConfigError
 from minserve.flags import api_key, parse_args
+from minserve.logs import set_up_logs
 
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
@@ -23,11 +25,7 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     args = parse_args(argv)
-    # Libraries are heard when something is wrong only: some log every request that they make.
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("minserve").setLevel(args.log_level.upper())
-    # It writes a traceback, with what the client sent, for whatever is no HTTP. Faults of ours are logged by the API.
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    set_up_logs(args.log_level, args.log_format)
     try:
         return _serve(args)
     except ConfigError as error:
@@ -62,7 +60,8 @@ def _serve(args: argparse.Namespace) -> int:
         engine_config = engine_config_of(
             args, model_folder, eos_token_ids=tokenizer.eos_token_ids, token_id_ranges=tokenizer.token_id_ranges
         )
-        return uvloop.run(launch(server_config, engine_config, tokenizer, template, EngineClient.start, sock))
+        start_engine = partial(EngineClient.start, engine_timeout_s=args.engine_timeout)
+        return uvloop.run(launch(server_config, engine_config, tokenizer, template, start_engine, sock))
 
 
 def _find_model(args: argparse.Namespace) -> tuple[str, Path, Path]:
@@ -80,14 +79,20 @@ def _find_model(args: argparse.Namespace) -> tuple[str, Path, Path]:
 
 def server_config_of(args: argparse.Namespace, name: str, model_folder: Path) -> ServerConfig:
     """What the API process is built from. name: what the user called the model."""
+    api_keys = tuple(args.api_key) or _keys_of_environment()
+    if args.max_requests_per_key is not None and not api_keys:
+        raise ConfigError("--max-requests-per-key needs --api-key: without keys, clients cannot be told apart")
     return ServerConfig(
         model_path=str(model_folder),
         served_model_names=tuple(args.served_model_name or [name]),
-        api_keys=tuple(args.api_key) or _keys_of_environment(),
+        api_keys=api_keys,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         max_num_waiting=args.max_num_waiting,
+        max_requests_per_key=args.max_requests_per_key,
+        max_connections=args.max_connections,
         max_request_bytes=args.max_request_bytes,
+        allowed_origins=tuple(chain.from_iterable(args.allowed_origins)),
         shutdown_timeout_s=args.shutdown_timeout,
     )
 

@@ -74,7 +74,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_call_parser: the format of the model's tool calls; None: tools are refused.
     reasoning_parser: how reasoning is marked in answers; "auto": as the template says; "none": it is not set apart.
     max_num_waiting: requests beyond the running ones that may queue; more are refused with 503.
-    max_request_bytes: a longer body is refused with 413.
+    max_requests_per_key: requests that one API key may have running or waiting; more are refused with 429.
+    max_connections: clients that may be connected; one more is told 503 and cut off.
+    max_request_bytes: a longer body is refused with 413. None: as the context is long, at least 4 MiB.
+    allowed_origins: whose pages browsers may show our answers, "*": anybody's.
     shutdown_timeout_s: how long SIGTERM lets running requests finish.
     """
 
@@ -84,5 +87,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_call_parser: str | None = None
     reasoning_parser: str = "auto"
     max_num_waiting: int = 1024
-    max_request_bytes: int = 32 * 2**20
+    max_requests_per_key: int | None = None
+    max_connections: int = 4096
+    max_request_bytes: int | None = None
+    allowed_origins: tuple[str, ...] = ()
     shutdown_timeout_s: float = 30.0

@@ -45,6 +45,9 @@ NOT_SUPPORTED: dict[str, str] = {
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<suffix>i?[bB])?")
 
 
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+
 def parse_size(text: str) -> int:
     """A count of tokens or bytes: 8192, 64k, 8GiB. As in vLLM, k m g t are thousands and K M G T powers of 1024;
     with a B behind, the standards hold: kB and GB are thousands, KiB and GiB powers of 1024.
@@ -108,6 +111,20 @@ def api_key(text: str) -> str:
     if not text or not text.isprintable() or text != text.strip():
         raise argparse.ArgumentTypeError("must not be empty nor begin or end with a space")
     return text
+
+
+def origins(text: str) -> list[str]:
+    """An argparse type: an origin, "*", or vLLM's JSON list of them."""
+    given = [text]
+    if text.startswith("["):
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    for origin in given:
+        if not (isinstance(origin, str) and _ORIGIN.fullmatch(origin)):
+            raise argparse.ArgumentTypeError(f"{origin!r} is no origin; write https://example.com, or * for all")
+    return given
 
 
 def _one(text: str) -> int:
@@ -176,6 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
     general.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default info"
     )
+    general.add_argument("--log-format", choices=("text", "json"), default="text", help="json: an object a line")
     general.add_argument("--version", action="version", version=f"minserve {__version__}", help="print the version")
     general.add_argument("-h", "--help", action="help", help="print this")
     for name in NOT_SUPPORTED:
@@ -219,7 +237,25 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     add("--tool-call-parser", metavar="NAME", help="the format of the model's tool calls, such as hermes")
     add("--reasoning-parser", default="auto", metavar="NAME", help="auto (default: if the template tells), none, qwen3")
     add("--max-num-waiting", type=number(int, 0), default=1024, metavar="N", help="queue length (default 1024)")
-    add("--max-request-bytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32MiB")
+    add("--max-requests-per-key", type=number(int, 1), metavar="N", help="running or waiting (default: no limit)")
+    add("--max-connections", type=number(int, 1), default=4096, metavar="N", help="clients (default 4096)")
+    add("--max-request-bytes", type=parse_size, metavar="SIZE", help="default: by the context, at least 4MiB")
+    add(
+        "--allowed-origins",
+        nargs="+",
+        action="extend",
+        type=origins,
+        default=[],
+        metavar="ORIGIN",
+        help="whose web pages may call (CORS; default none, * all)",
+    )
+    add(
+        "--engine-timeout",
+        type=number(float, 2),
+        default=120.0,
+        metavar="S",
+        help="silent engine is dead (default 120)",
+    )
     add("--shutdown-timeout", type=number(float, 0), default=30.0, metavar="S", help="seconds to finish (default 30)")
 
 

@@ -7,7 +7,7 @@ Does not know: HTTP, how the engine counts.
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -64,6 +64,12 @@ class Metrics:
         self._success = Counter(
             "vllm:request_success", "Requests ended", ["model_name", "finished_reason"], registry=self.registry
         )
+        self._refused = Counter(
+            "minserve:requests_refused",
+            "Requests refused for lack of room, before any work",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
         self._model_name = model_name
 
     def start(self, num_prompt_tokens: int) -> "RequestTimer":
@@ -73,6 +79,14 @@ class Metrics:
     def ended(self, reason: str) -> None:
         """Count a request's end."""
         self._success.labels(self._model_name, reason).inc()
+
+    def refused(self, reason: str) -> None:
+        """Count a request that there was no room for."""
+        self._refused.labels(self._model_name, reason).inc()
+
+    def gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """Add a gauge that is read when it is scraped."""
+        Gauge(name, help_text, ["model_name"], registry=self.registry).labels(self._model_name).set_function(read)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""

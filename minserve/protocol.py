@@ -26,11 +26,13 @@ MAX_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+# The bounds of sampling, said once: requests, generation_config.json and scripts are all held to them.
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LogitBias = Annotated[float, Meta(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -53,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] = {}
+    logit_bias: Annotated[dict[int, LogitBias], Meta(max_length=MAX_LOGIT_BIAS)] = {}
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_REQUEST_STOP_TOKEN_IDS)] = ()
     ignore_eos: bool = False

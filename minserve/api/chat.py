@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from minserve.api.auth import CALLER
 from minserve.api.body import read_json
 from minserve.api.chat_answer import ChatAnswer
 from minserve.api.http import json_response
@@ -31,7 +32,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     model = service.check_model(asked.model)
     tools = _tool_parser(asked, service.config.tool_call_parser)
     thinks = service.reasoning if asked.separate_reasoning else None
-    with service.admit(asked.n):
+    caller = request[CALLER]
+    with service.admission.admit(caller, asked.n):
         text = await render_chat(service, asked, asked.messages)
         prompt = await encode_text(service, text, add_special_tokens=asked.add_special_tokens, param="messages")
         check_prompt_logprobs(len(prompt) * asked.n, asked.prompt_logprobs, "prompt_logprobs")
@@ -47,12 +49,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         markers = [*(tools.special_markers if tools else ()), *(reasoning.MARKERS if thinks else ())]
         kept_ids = service.tokenizer.ids_of(markers)
-        choices = make_choices(service, asked, prompt, params, answer_id, keep_special_ids=kept_ids)
+        choices = make_choices(service, asked, prompt, params, answer_id, caller, keep_special_ids=kept_ids)
         new_parser = _parsers(asked, text, thinks, tools)
         answer = ChatAnswer(service, asked, answer_id, model, choices, [new_parser() for _ in choices])
         if asked.stream:
             events = answer.chunks()
-            return await stream_events(request, events, keep_alive_s=service.keep_alive_s, stall_s=service.stall_s)
+            return await stream_events(request, events, keep_alive_s=service.keep_alive_s)
         return json_response(await answer.whole())
 
 

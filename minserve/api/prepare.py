@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from minserve.api.auth import Caller
 from minserve.api.body import convert
 from minserve.api.generation import Choice
 from minserve.api.messages import Message, Tool
@@ -60,6 +61,7 @@ def make_choices(
     prompt_token_ids: list[int],
     params: SamplingParams,
     answer_id: str,
+    caller: Caller,
     *,
     first_index: int = 0,
     keep_special_ids: frozenset[int] = frozenset(),
@@ -81,7 +83,7 @@ def make_choices(
             request_id=f"{answer_id}-{index}",
             prompt_token_ids=prompt_token_ids,
             params=msgspec.structs.replace(params, seed=choice_seed(params.seed, number)),
-            cache_salt=request.cache_salt or "",
+            cache_salt=caller.salt(request.cache_salt),
         )
         output = Output(index, submit.params, detokenizer)
         choices.append(Choice(submit, output, service.metrics.start(len(prompt_token_ids))))

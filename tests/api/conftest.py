@@ -147,6 +147,8 @@ async def start(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
             engine_options=None,
             keep_alive_s: float = 3600.0,
             stall_s: float = 3600.0,
+            idle_s: float = 3600.0,
+            body_s: float = 3600.0,
             key: str | None = None,
             run: bool = True,
             renderer: Renderer | None = None,
@@ -157,8 +159,8 @@ async def start(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
             engine = FakeEngine(tokenizer, **(engine_options or {}))
             config = ServerConfig(**{"model_path": str(folder), "served_model_names": (MODEL,)} | options)
             sock: socket.socket = bind("127.0.0.1", 0)
-            service = Service(config, engine, tokenizer, renderer, keep_alive_s=keep_alive_s, stall_s=stall_s)
-            server = Server(service, sock)
+            service = Service(config, engine, tokenizer, renderer, keep_alive_s=keep_alive_s, body_s=body_s)
+            server = Server(service, sock, stall_s=stall_s, idle_s=idle_s)
             await server.start()
             port = sock.getsockname()[1]
             exit_code = asyncio.create_task(server.run() if run else asyncio.sleep(0, -1))

@@ -188,7 +188,8 @@ def test_help_has_one_line_an_option_and_is_short(capsys):
         main(["--help"])
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 50
+    assert len(lines) < 60
+    assert not [line for line in lines if line.startswith("   ")], "an option's help runs over its line"
     assert all(len(line) <= 120 for line in lines)
     assert [line for line in lines if line.endswith(":") and not line.startswith(" ")] == [
         "model:",
@@ -210,3 +211,26 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"minserve {__version__}\n"
+
+
+def test_limits_and_origins_reach_the_server(tmp_path):
+    server, _ = configs(
+        tmp_path,
+        *("--api-key", "a", "b", "--max-requests-per-key", "3", "--max-connections", "9"),
+        *("--max-request-bytes", "1MiB", "--allowed-origins", "https://a.example", '["https://b.example:8080"]'),
+    )
+    assert server.api_keys == ("a", "b")
+    assert (server.max_requests_per_key, server.max_connections, server.max_request_bytes) == (3, 9, 2**20)
+    assert server.allowed_origins == ("https://a.example", "https://b.example:8080")
+
+
+@pytest.mark.parametrize("origin", ["a.example", "https://", "https://a/b", "[1]", "[", "", "https://a b"])
+def test_what_is_no_origin_is_refused(capsys, origin):
+    assert "--allowed-origins" in refusal(capsys, "--allowed-origins", origin)
+
+
+def test_a_limit_for_each_key_needs_keys(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="--max-requests-per-key needs --api-key"):
+        configs(tmp_path, "--max-requests-per-key", "3")
+    monkeypatch.setenv("MINSERVE_API_KEY", "k")
+    assert configs(tmp_path, "--max-requests-per-key", "3")[0].max_requests_per_key == 3

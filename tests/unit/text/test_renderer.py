@@ -13,10 +13,17 @@ from minserve.text.renderer import Renderer
 USER = {"role": "user", "content": "Hi"}
 
 
-def render_processes() -> list[int]:
-    """The ids of this process's children, which no other test of this file has left behind."""
+def children() -> set[int]:
+    """The ids of this process's children."""
     threads = Path("/proc/self/task").iterdir()
-    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+    return {int(pid) for thread in threads for pid in (thread / "children").read_text().split()}
+
+
+@pytest.fixture
+def new_children():
+    """new_children() -> those that this test has begun; fixtures of other tests may keep some of theirs."""
+    before = children()
+    return lambda: children() - before
 
 
 @pytest.fixture
@@ -70,14 +77,15 @@ async def test_time_is_counted_for_each_chat_alone(start):
     assert [await renderer.render({"messages": [USER]}) for _ in range(150)] == ["ok"] * 150
 
 
-async def test_a_process_that_was_killed_is_replaced(start):
+async def test_a_process_that_was_killed_is_replaced(start, new_children):
     renderer = start("ok")
     assert await renderer.render({"messages": [USER]}) == "ok"
-    [pid] = render_processes()
+    [pid] = new_children()
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert await renderer.render({"messages": [USER]}) == "ok"
-    assert pid not in render_processes()
+    [other] = new_children()
+    assert other != pid
 
 
 def test_a_process_ends_with_its_input():
@@ -88,8 +96,8 @@ def test_a_process_ends_with_its_input():
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_closing_leaves_no_process(start):
+def test_closing_leaves_no_process(start, new_children):
     renderer = start("ok")
-    assert len(render_processes()) == 1
+    assert len(new_children()) == 1
     renderer.close()
-    assert render_processes() == []
+    assert new_children() == set()
