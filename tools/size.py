@@ -18,7 +18,7 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 12000
+BUDGET_CODE_LINES = 12900
 """Lines of code outside tests/. A commit may raise it, and says why.
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name

@@ -17,7 +17,8 @@ class LaneSetup:
     """A request takes a lane: its sampling state has to be written before its first row.
 
     token_ids: the prompt and, for a request that was preempted, what it had generated; given if it is penalized.
-    num_tokens: how many these are; end: no token will ever stand at or after this position.
+    num_tokens: how many these are; start: the first position that is computed in this lane; end: no token will ever
+    stand at or after this position.
     end_token_ids: tokens that end it, not to be sampled before min_tokens. last_token: the input of its first decode
     row, if it comes back with all other KV cached.
     """
@@ -26,6 +27,7 @@ class LaneSetup:
     params: SamplingParams
     token_ids: Sequence[int]
     num_tokens: int
+    start: int
     end: int
     num_prompt_tokens: int
     end_token_ids: tuple[int, ...]

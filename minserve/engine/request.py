@@ -140,6 +140,7 @@ class Request:
             params=self.params,
             token_ids=tuple(self.token_ids) if self.penalized else (),
             num_tokens=len(self.token_ids),
+            start=self.num_computed,
             end=self.end,
             num_prompt_tokens=self.num_prompt_tokens,
             end_token_ids=self.end_token_ids,

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from minserve.engine.plan import LaneSetup, StepPlan
+from minserve.kernels.adjust_logits import Adjustments
+from minserve.kernels.sampling import SamplingState
 from minserve.memory.pages import zeros
 from minserve.memory.transfer import to_device
-from minserve.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from minserve.protocol import MAX_DRAFT_TOKENS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 
 class Lanes:
@@ -22,7 +24,9 @@ class Lanes:
 
     page_table: [lanes, max_blocks] int32     page of each block
     last_token: [lanes] int64                 the newest token of the lane, the input of its next row
-    num_tokens: [lanes] int64                 how many it has, that one too: where the next token will stand
+    drafts: [lanes, MAX_DRAFT_TOKENS] int64   what may follow it; -1: nothing is proposed
+    num_tokens: [lanes] int64                 how many it has, the newest too: where the next token will stand
+    start, end: [lanes] int64                 the first position that is computed in the lane; no token stands at end
     temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: [lanes] float32
     top_k, min_position: [lanes] int64        min_position: before it no end token may be sampled
     seed: [lanes, 2] int64                    the two 32-bit halves of the request's seed
@@ -43,6 +47,10 @@ class Lanes:
         floats, ints = torch.float32, torch.int64
         self.page_table = table(torch.int32, max_blocks)
         self.last_token, self.num_tokens = table(ints), table(ints)
+        self.start, self.end = table(ints), table(ints)
+        # One row more than there are lanes: what is proposed for padding goes there.
+        self._drafts = torch.full((num_lanes + 1, MAX_DRAFT_TOKENS), -1, dtype=ints, device=device)
+        self.drafts = self._drafts[:num_lanes]
         self.temperature, self.top_p, self.min_p = table(floats), table(floats), table(floats)
         self.repetition_penalty, self.presence_penalty = table(floats), table(floats)
         self.frequency_penalty = table(floats)
@@ -52,11 +60,40 @@ class Lanes:
         self.penalized = table(torch.bool)
         self.prompt_seen = zeros((num_lanes, vocab_size), torch.bool, device.type)
         self.output_counts = zeros((num_lanes, vocab_size), torch.int32, device.type)
+        self.sampling = SamplingState(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            num_tokens=self.num_tokens,
+        )
+        self.adjustments = Adjustments(
+            num_tokens=self.num_tokens,
+            min_position=self.min_position,
+            drafts=self.drafts,
+            end_ids=self.end_ids,
+            bias_ids=self.bias_ids,
+            bias=self.bias,
+            repetition=self.repetition_penalty,
+            presence=self.presence_penalty,
+            frequency=self.frequency_penalty,
+            prompt_seen=self.prompt_seen,
+            output_counts=self.output_counts,
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tables."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
+
+    def set_drafts(self, lane_ids: torch.Tensor, drafts: Sequence[torch.Tensor]) -> None:
+        """Propose drafts for some lanes, and no others. lane_ids: [entries] int64, -1: padding; drafts: one tensor
+        [entries] int64 for each place behind the newest token."""
+        rows = torch.full((len(lane_ids), MAX_DRAFT_TOKENS), -1, dtype=torch.int64, device=self.device)
+        for number, tokens in enumerate(drafts):
+            rows[:, number] = tokens
+        self._drafts[torch.where(lane_ids < 0, self.num_lanes, lane_ids)] = rows
 
     def prepare(self, plan: StepPlan) -> None:
         """Write what the plan changes: lanes with a new request, and pages added to tables. The host waits for nothing:
@@ -75,7 +112,7 @@ class Lanes:
     def _set_up(self, setups: Sequence[LaneSetup]) -> None:
         device = self.device
         lanes = to_device([setup.lane for setup in setups], torch.int64, device)
-        tables = [self.last_token, self.num_tokens, self.top_k, self.min_position, self.seed]
+        tables = [self.last_token, self.num_tokens, self.start, self.end, self.top_k, self.min_position, self.seed]
         _scatter(tables, lanes, to_device([_ints(setup) for setup in setups], torch.int64, device))
         tables = [self.temperature, self.top_p, self.min_p]
         tables += [self.repetition_penalty, self.presence_penalty, self.frequency_penalty]
@@ -83,6 +120,7 @@ class Lanes:
         _scatter_lists(self.end_ids, lanes, [setup.end_token_ids for setup in setups], -1)
         _scatter_lists(self.bias_ids, lanes, [list(setup.params.logit_bias) for setup in setups], -1)
         _scatter_lists(self.bias, lanes, [list(setup.params.logit_bias.values()) for setup in setups], 0.0)
+        self.drafts.index_fill_(0, lanes, -1)
         self.penalized[lanes] = to_device([setup.penalized for setup in setups], torch.bool, device)
         for setup in setups:
             if setup.penalized:
@@ -100,7 +138,8 @@ def _ints(setup: LaneSetup) -> list[int]:
     """What `_set_up` takes apart again, in its order."""
     params = setup.params
     seed = [params.seed & 0xFFFFFFFF, (params.seed >> 32) & 0xFFFFFFFF]
-    return [setup.last_token, setup.num_tokens, params.top_k, setup.num_prompt_tokens + params.min_tokens, *seed]
+    text = [setup.last_token, setup.num_tokens, setup.start, setup.end]
+    return [*text, params.top_k, setup.num_prompt_tokens + params.min_tokens, *seed]
 
 
 def _floats(setup: LaneSetup) -> list[float]:

@@ -1,15 +1,14 @@
-"""One decode step as a function of device tensors alone, run as it stands or replayed from CUDA graphs.
+"""One decode step as functions of device tensors alone, run as they stand or replayed from CUDA graphs (graphs).
 
-Owns: the order of a decode step, its graphs and their buffers. Does not know: plans, requests, the queue.
+Owns: the order of a decode step. Does not know: plans, requests, the queue.
 
-A step reads which lanes take part and finds all else in the lanes' tables: last tokens, lengths, pages, sampling state.
-So nothing in it depends on values that the host knows, and a graph that was captured once serves every step of its
-size. Sampling is a graph of its own, in two variants: most steps adjust nobody's logits.
+A step reads which lanes take part and finds all else in the lanes' tables: last tokens, drafts, lengths, pages,
+sampling state. Nothing in it depends on values that the host knows, so what was captured once serves every step of its
+shape.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,117 +16,96 @@ from minserve.config import BLOCK_SIZE
 from minserve.kernels.step_inputs import step_inputs
 from minserve.memory.lanes import Lanes
 from minserve.memory.transfer import to_device
-from minserve.models.causal_lm import CausalLM
+from minserve.models.causal_lm import AuxStates, CausalLM
 from minserve.runner.attention import DecodeAttention, KVContext
 from minserve.runner.sampler import Sampler
-
-SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""Batch sizes that have a graph; above the last, every multiple of 64. A step of n rows runs in the next size."""
+from minserve.spec.draft import Drafter, NoDrafter
 
 PADDING = -1
-"""The lane of a row that stands for nobody: it reads and writes nothing."""
+"""The lane of an entry that stands for nobody: it reads and writes nothing."""
+
+
+class StepKind(NamedTuple):
+    """What the host decides of a decode step.
+
+    num_drafts: rows of each lane behind its first; num_proposals: drafts to propose for the next step; adjusted: some
+    lane has bias, penalties or a least length.
+    """
+
+    num_drafts: int = 0
+    num_proposals: int = 0
+    adjusted: bool = False
+
+
+class Decoded(NamedTuple):
+    """What a step gave. logits: [lanes * rows, vocab] in the model's dtype; tokens: [lanes, rows] int64, what follows
+    each row; counts: [lanes] int64, how many of a lane's are its text."""
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
+def new_aux(drafter: Drafter | NoDrafter, model: CausalLM, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+    """Room for the states of so many rows of the model that the drafter reads, in the dtype and on the device of
+    `like`."""
+    return like.new_empty(num_rows, len(drafter.aux_layers) * model.config.hidden_size)
 
 
 class Decode:
-    """The two halves of a step. lane_ids: [rows] int64, each lane at most once."""
+    """The parts of a step, and a whole one. lane_ids: [lanes] int64, each lane at most once; or PADDING."""
 
-    def __init__(self, model: CausalLM, context: KVContext, lanes: Lanes, sampler: Sampler) -> None:
+    def __init__(
+        self, model: CausalLM, context: KVContext, lanes: Lanes, sampler: Sampler, drafter: Drafter | NoDrafter
+    ) -> None:
         self._model = model
         self._context = context
         self._lanes = lanes
         self._sampler = sampler
+        self._drafter = drafter
 
-    def forward(self, lane_ids: torch.Tensor) -> torch.Tensor:
-        """Each lane's last token, at the end of its text. Returns logits [rows, vocab] in the model's dtype."""
+    def forward(self, lane_ids: torch.Tensor, num_drafts: int, aux: torch.Tensor) -> torch.Tensor:
+        """Each lane's newest token, and its drafts. Returns logits [lanes * rows, vocab] in the model's dtype.
+
+        aux: [lanes * rows, aux_size], filled with the states that the drafter reads.
+        """
         lanes, context = self._lanes, self._context
-        inputs = step_inputs(lanes.last_token, lanes.num_tokens, context.page_table, lane_ids, BLOCK_SIZE)
-        token_ids, positions, places, lengths = inputs
+        token_ids, positions, places, lengths = step_inputs(
+            lanes.last_token,
+            lanes.drafts,
+            lanes.num_tokens,
+            lanes.end,
+            context.page_table,
+            lane_ids,
+            num_drafts,
+            BLOCK_SIZE,
+        )
         attend = DecodeAttention(context, lane_ids, positions, places, lengths)
-        return self._model.logits(self._model(token_ids, attend))
+        layers = self._drafter.aux_layers
+        hidden = self._model(token_ids, attend, AuxStates(layers, aux) if layers else None)
+        return self._model.logits(hidden)
 
-    def sample(self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool) -> torch.Tensor:
-        """The lanes' next tokens [rows] int64, also written to the lanes."""
+    def sample(
+        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, counts) as in `Decoded`; they are also written to the lanes."""
         return self._sampler.sample(logits, lane_ids, adjusted=adjusted)
 
-    def run(self, lanes: Sequence[int], *, adjusted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, tokens) of a step of these lanes. adjusted: some of them have bias, penalties or a least length."""
-        lane_ids = to_device(lanes, torch.int64, self._lanes.device)
-        logits = self.forward(lane_ids)
-        return logits, self.sample(logits, lane_ids, adjusted=adjusted)
-
-
-class Replay(Protocol):
-    """Recorded work."""
-
-    def replay(self) -> None:
-        """Do it again, on what its buffers hold now."""
-
-
-Recorder = Callable[[Callable[[], None]], Replay]
-"""Records what a function does on the device. The function is called more than once meanwhile."""
-
-
-class CudaRecorder:
-    """Records CUDA graphs that share a memory pool, since no two of them run at a time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """function: launches kernels; waits for nothing, allocates what it likes."""
-        function()  # as it stands: kernels are compiled and libraries set up, which no graph may hold
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            function()
-        return graph
-
-
-class DecodeGraphs:
-    """The same, replayed. What `run` returns is overwritten by the next call."""
-
-    def __init__(
-        self, decode: Decode, max_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+    def propose(
+        self, aux: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, lane_ids: torch.Tensor, num_proposals: int
     ) -> None:
-        self._decode = decode
-        self._sizes = graph_sizes(max_rows)
-        self._lane_ids = torch.full((self._sizes[-1],), PADDING, dtype=torch.int64, device=device)
-        self._logits = torch.zeros(self._sizes[-1], vocab_size, dtype=dtype, device=device)
-        self._tokens = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
-        self._forward: dict[int, Replay] = {}
-        self._sample: dict[tuple[int, bool], Replay] = {}
+        """Write the lanes' next drafts into the lanes."""
+        self._drafter.propose(aux, tokens, counts, lane_ids, num_proposals)
 
-    @torch.inference_mode()
-    def capture(self, record: Recorder, progress: Callable[[int, int], None]) -> None:
-        """Record every size, the largest first, so that the smaller ones find their memory in the pool. All rows are
-        padding meanwhile, so nothing of the lanes is touched.
+    def new_aux(self, num_rows: int) -> torch.Tensor:
+        """As the function."""
+        return new_aux(self._drafter, self._model, num_rows, self._context.kv)
 
-        progress: told of (sizes recorded, sizes in all).
-        """
-        for number, size in enumerate(reversed(self._sizes), 1):
-            self._forward[size] = record(partial(self._run_forward, size))
-            for adjusted in (False, True):
-                self._sample[size, adjusted] = record(partial(self._run_sample, size, adjusted))
-            progress(number, len(self._sizes))
-
-    def run(self, lanes: Sequence[int], *, adjusted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Decode.run."""
-        num_rows = len(lanes)
-        size = next(size for size in self._sizes if size >= num_rows)
-        padded = [*lanes, *[PADDING] * (size - num_rows)]
-        self._lane_ids[:size].copy_(to_device(padded, torch.int64, self._lane_ids.device))
-        self._forward[size].replay()
-        self._sample[size, adjusted].replay()
-        return self._logits[:num_rows], self._tokens[:num_rows]
-
-    def _run_forward(self, size: int) -> None:
-        self._logits[:size].copy_(self._decode.forward(self._lane_ids[:size]))
-
-    def _run_sample(self, size: int, adjusted: bool) -> None:
-        tokens = self._decode.sample(self._logits[:size], self._lane_ids[:size], adjusted=adjusted)
-        self._tokens[:size].copy_(tokens)
-
-
-def graph_sizes(max_rows: int) -> list[int]:
-    """The batch sizes to capture for steps of up to max_rows."""
-    largest = next((size for size in SIZES if size >= max_rows), -(-max_rows // 64) * 64)
-    return sorted({size for size in (*SIZES, *range(SIZES[-1], largest, 64)) if size < largest} | {largest})
+    def run(self, lanes: Sequence[int], kind: StepKind) -> Decoded:
+        """A step of these lanes."""
+        lane_ids = to_device(lanes, torch.int64, self._lanes.device)
+        aux = self.new_aux(len(lanes) * (1 + kind.num_drafts))
+        logits = self.forward(lane_ids, kind.num_drafts, aux)
+        tokens, counts = self.sample(logits, lane_ids, adjusted=kind.adjusted)
+        self.propose(aux, tokens, counts, lane_ids, kind.num_proposals)
+        return Decoded(logits, tokens, counts)

@@ -5,18 +5,21 @@ a page.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 
 from minserve.engine.plan import Chunk, Sample, StepPlan, StepResult
 from minserve.memory.transfer import to_device, to_host
-from minserve.models.causal_lm import CausalLM
+from minserve.models.causal_lm import AuxStates, CausalLM
 from minserve.protocol import TokenLogprobs
 from minserve.runner.attention import KVContext
+from minserve.runner.decode import Decoded, StepKind, new_aux
 from minserve.runner.logprobs import Logprobs
 from minserve.runner.prefill import FlashShapes, PrefillAttention
 from minserve.runner.sampler import Sampler
+from minserve.spec.draft import Drafter, NoDrafter
 
 LOGIT_ROWS = 128
 """Prompt rows whose logits are held at once, when a prompt's log probabilities are wanted: 128 x 152K x 4 B = 78 MB."""
@@ -25,8 +28,8 @@ LOGIT_ROWS = 128
 class DecodeRunner(Protocol):
     """`Decode` or `DecodeGraphs`."""
 
-    def run(self, lanes: Sequence[int], *, adjusted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits [rows, vocab], tokens [rows] int64) of a decode step of these lanes."""
+    def run(self, lanes: Sequence[int], kind: StepKind) -> Decoded:
+        """A decode step of these lanes."""
 
 
 class Runner:
@@ -41,42 +44,53 @@ class Runner:
         context: KVContext,
         sampler: Sampler,
         decode: DecodeRunner,
+        drafter: Drafter | NoDrafter,
         shapes: FlashShapes | None = None,
     ) -> None:
         self._model = model
         self._context = context
         self._sampler = sampler
         self._decode = decode
+        self._drafter = drafter
         self._shapes = shapes
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> "RunningStep":
         """Launch a step. The next one finds its tokens in the lanes; the host finds them in the result."""
         step = RunningStep(plan.step)
-        num_prefilled = len(plan.samples) - len(plan.rows)
+        if plan.setups:
+            self._drafter.forget([setup.lane for setup in plan.setups])
+        num_prefilled = len(plan.samples) - len(plan.decodes)
         if plan.chunks:
-            self._prefill(plan.chunks, plan.samples[:num_prefilled], step)
-        if plan.rows:
+            self._prefill(plan, plan.samples[:num_prefilled], step)
+        if plan.decodes:
             samples = plan.samples[num_prefilled:]
-            lanes, adjusted = [row.lane for row in plan.rows], any(sample.adjusted for sample in samples)
-            logits, tokens = self._decode.run(lanes, adjusted=adjusted)
-            self._report(logits, tokens, samples, step)
+            kind = StepKind(plan.num_drafts, plan.num_proposals, any(sample.adjusted for sample in samples))
+            self._report(self._decode.run(plan.decodes, kind), samples, step)
         step.launched(self._context.kv.device)
         return step
 
-    def _prefill(self, chunks: Sequence[Chunk], samples: Sequence[Sample], step: "RunningStep") -> None:
-        device = self._context.kv.device
+    def _prefill(self, plan: StepPlan, samples: Sequence[Sample], step: "RunningStep") -> None:
+        chunks, device = plan.chunks, self._context.kv.device
         attend = PrefillAttention(self._context, chunks, self._shapes)
         token_ids = to_device([id for chunk in chunks for id in chunk.token_ids], torch.int64, device)
-        hidden = torch.split(self._model(token_ids, attend), [len(chunk.token_ids) for chunk in chunks])
+        aux = new_aux(self._drafter, self._model, len(token_ids), self._context.kv)
+        states = self._model(token_ids, attend, AuxStates(self._drafter.aux_layers, aux) if aux.numel() else None)
+        hidden = torch.split(states, [len(chunk.token_ids) for chunk in chunks])
         for chunk, rows in zip(chunks, hidden, strict=True):
             step.prompt_logprobs.append(self._prompt_logprobs(chunk, rows))
+        lane_ids = to_device([sample.lane for sample in samples], torch.int64, device)
+        sampled = lane_ids[:0]
         if samples:
-            last = torch.cat([rows[-1:] for chunk, rows in zip(chunks, hidden, strict=True) if chunk.samples])
-            lane_ids = to_device([sample.lane for sample in samples], torch.int64, device)
-            logits = self._model.logits(last)
+            ends = to_device(_last_rows(chunks), torch.int64, device)
+            logits = self._model.logits(states[ends])
             adjusted = any(sample.adjusted for sample in samples)
-            self._report(logits, self._sampler.sample(logits, lane_ids, adjusted=adjusted), samples, step)
+            tokens, counts = self._sampler.sample(logits, lane_ids, adjusted=adjusted)
+            self._report(Decoded(logits, tokens, counts), samples, step)
+            sampled = tokens[:, 0]
+        self._drafter.read(chunks, aux, sampled)
+        if samples:
+            self._drafter.propose(aux[ends], tokens, counts, lane_ids, plan.num_proposals)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[Logprobs]:
         """What the chunk says of the prompt tokens after its rows."""
@@ -89,31 +103,55 @@ class Runner:
             for rows, wanted in zip(*split, strict=True)
         ]
 
-    def _report(
-        self, logits: torch.Tensor, tokens: torch.Tensor, samples: Sequence[Sample], step: "RunningStep"
-    ) -> None:
-        """Send the tokens to the host, and their log probabilities where they are wanted."""
-        rows = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
+    def _report(self, decoded: Decoded, samples: Sequence[Sample], step: "RunningStep") -> None:
+        """Send tokens to the host, and their log probabilities where they are wanted."""
+        num_rows = decoded.tokens.shape[1]
+        lanes = [number for number, sample in enumerate(samples) if sample.logprobs is not None]
         logprobs = None
-        if rows:
-            at = to_device(rows, torch.int64, logits.device)
-            num_top = [samples[row].logprobs or 0 for row in rows]
-            logprobs = Logprobs.of(self._sampler.masked(logits[at]), tokens[at], num_top)
-        step.add(to_host(tokens), rows, logprobs)
+        if lanes:
+            rows = [number * num_rows + row for number in lanes for row in range(num_rows)]
+            at = to_device(rows, torch.int64, decoded.logits.device)
+            num_top = [samples[number].logprobs or 0 for number in lanes for _ in range(num_rows)]
+            logits = self._sampler.masked(decoded.logits[at])
+            logprobs = Logprobs.of(logits, decoded.tokens.flatten()[at], num_top)
+        step.parts.append(Part(to_host(decoded.tokens), to_host(decoded.counts), lanes, logprobs))
+
+
+def _last_rows(chunks: Sequence[Chunk]) -> list[int]:
+    """The last row of each chunk that samples."""
+    ends = accumulate(len(chunk.token_ids) for chunk in chunks)
+    return [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
+
+
+class Part(NamedTuple):
+    """Part of a step's result, on its way to the host. tokens: [lanes, rows]; counts: [lanes], how many of each are
+    text; logprobs: of all rows of some of the lanes."""
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    reported: Sequence[int]
+    logprobs: Logprobs | None
+
+    def text(self) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
+        """Each lane's tokens, and their log probabilities if these were wanted."""
+        counts = self.counts.tolist()
+        token_ids = [own[:count] for own, count in zip(self.tokens.tolist(), counts, strict=True)]
+        reports: list[list[TokenLogprobs] | None] = [None] * len(counts)
+        entries = [] if self.logprobs is None else self.logprobs.entries()
+        num_rows = self.tokens.shape[1]
+        for number, lane in enumerate(self.reported):
+            reports[lane] = entries[number * num_rows :][: counts[lane]]
+        return token_ids, reports
 
 
 class RunningStep:
     """A launched step. On a GPU it may still be running; `result` waits for it, but not for those launched after it."""
 
     def __init__(self, step: int) -> None:
+        self.parts: list[Part] = []
         self.prompt_logprobs: list[list[Logprobs]] = []
         self._step = step
-        self._parts: list[tuple[torch.Tensor, Sequence[int], Logprobs | None]] = []
         self._arrived: torch.cuda.Event | None = None
-
-    def add(self, tokens: torch.Tensor, rows: Sequence[int], logprobs: Logprobs | None) -> None:
-        """Tokens that are on their way to the host, and log probabilities of some of their rows."""
-        self._parts.append((tokens, rows, logprobs))
 
     def launched(self, device: torch.device) -> None:
         """All of the step is in the stream, its results' copies too; those of the next step will come after them."""
@@ -124,14 +162,11 @@ class RunningStep:
         """What the step yielded, on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        token_ids: list[int] = []
-        reports: list[TokenLogprobs | None] = []
-        for tokens, rows, logprobs in self._parts:
-            own: list[TokenLogprobs | None] = [None] * len(tokens)
-            if logprobs is not None:
-                for row, entry in zip(rows, logprobs.entries(), strict=True):
-                    own[row] = entry
-            token_ids += tokens.tolist()
-            reports += own
+        token_ids: list[list[int]] = []
+        reports: list[list[TokenLogprobs] | None] = []
+        for part in self.parts:
+            own, logprobs = part.text()
+            token_ids += own
+            reports += logprobs
         prompt = [[entry for part in parts for entry in part.entries()] for parts in self.prompt_logprobs]
         return StepResult(self._step, token_ids, reports, prompt)

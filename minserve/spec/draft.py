@@ -1,15 +1,10 @@
 """Proposing drafts with an EAGLE-3 head.
 
-Owns: the head's keys and values, and the order of its passes. Does not know: whether a draft is accepted, or plans.
+Owns: the order of the head's passes. Does not know: plans, or whether a draft will be accepted.
 
-The head computes an entry for each token x(t + 1) that stands behind a state h(t) of the target, at position t. A step's
-own entries come from the target's states; the entries of a chain of drafts come from the head's, and are overwritten when
-the target has spoken. Of a lane's entries only the first block and the last `window` tokens are kept, in pages of its own:
-
-    block 0 in page 0;  block b > 0 in page 1 + (b - 1) mod ring;  ring = window / 16 + 2
-
-so what a lane takes does not grow with its text, and what rejected drafts leave behind spoils no block in the window.
-Longer attention would not help: heads are trained on short texts, and accept less when they see more.
+The head has an entry for each token x(t + 1) that stands behind a state h(t) of the target, at position t. Entries of the
+text come from the target's states. Entries of a chain of drafts come from the head's own; they are overwritten when the
+target has spoken.
 """
 
 from collections.abc import Sequence
@@ -18,101 +13,97 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Chunk
-from minserve.kernels.decode_attention import decode_attention, decode_batch
+from minserve.kernels.decode_attention import DecodeBatch, decode_attention, decode_batch
 from minserve.kernels.norm_rope_store import norm_rope_store
 from minserve.kernels.prefill_attention import masked_attention
 from minserve.kernels.rope import gather_rope
 from minserve.kernels.sampling import draw
 from minserve.memory.lanes import Lanes
-from minserve.memory.pages import zeros
 from minserve.memory.transfer import to_device
 from minserve.models.eagle3 import Eagle3Head
 from minserve.models.layers import Norms
+from minserve.spec.draft_kv import DraftKV, View
 
 
 class Drafter:
-    """window: tokens, a multiple of 16. head: on its device, with shared weights and RoPE table."""
+    """head: on its device, with shared weights and its RoPE table. window: see `DraftKV`."""
 
     def __init__(self, head: Eagle3Head, lanes: Lanes, window: int) -> None:
-        assert window % BLOCK_SIZE == 0
-        config = head.config
+        self.aux_layers = head.config.aux_layers
         self._head = head
         self._lanes = lanes
-        self._window_blocks = window // BLOCK_SIZE
-        self._pages_per_lane = 1 + self._window_blocks + 2
-        shape = (lanes.num_lanes, self._pages_per_lane, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
-        self._kv = zeros((config.num_layers, *shape), head.fc.weight.dtype, lanes.device.type)
-        self._offsets = None
+        self._kv = DraftKV(head.config, lanes.num_lanes, window, head.fc.weight.dtype, lanes.device.type)
+        self._id_offsets = None
         if head.target_ids is not None:
-            self._offsets = head.target_ids - torch.arange(len(head.target_ids), device=lanes.device)
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The layers of the target whose inputs the head reads."""
-        return self._head.config.aux_layers
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values of all lanes."""
-        return self._kv.nbytes
+            self._id_offsets = head.target_ids - torch.arange(len(head.target_ids), device=lanes.device)
 
     def forget(self, lanes: Sequence[int]) -> None:
-        """Lanes have changed hands: nothing of what they held is ever read again."""
-        self._kv[:, to_device(lanes, torch.int64, self._lanes.device)] = 0
+        """Lanes have changed hands."""
+        self._kv.forget(to_device(lanes, torch.int64, self._lanes.device))
 
-    def read_chunks(self, chunks: Sequence[Chunk], aux: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Take in the target's states of chunks of prompts. aux: [tokens, 3 * target_hidden_size]; sampled: [those of
-        the chunks that sample] int64."""
-        tokens = [token for chunk in chunks for token in (*chunk.token_ids[1:], chunk.following)]
-        token_ids = to_device(tokens, torch.int64, aux.device)
-        ends = [row for row, token in enumerate(tokens) if token < 0]
-        if ends:
-            token_ids[to_device(ends, torch.int64, aux.device)] = sampled
+    def read(self, chunks: Sequence[Chunk], aux: torch.Tensor, sampled: torch.Tensor) -> None:
+        """Take in the target's states of chunks of prompts, as far as they will be kept.
+
+        aux: [tokens, 3 * target_hidden_size]; sampled: [n] int64, what followed each chunk that samples.
+        """
+        device = aux.device
+        following = [token for chunk in chunks for token in (*chunk.token_ids[1:], chunk.following)]
+        token_ids = to_device(following, torch.int64, device)
+        unknown = [row for row, token in enumerate(following) if token < 0]
+        if unknown:
+            token_ids[to_device(unknown, torch.int64, device)] = sampled
         rows, lanes, positions, sizes = self._kept_rows(chunks)
-        at, own, where = to_device([rows, lanes, positions], torch.int64, aux.device)
-        attend = _FillAttention(self, self._places(own, where), where, sizes)
+        at, own, where = to_device([rows, lanes, positions], torch.int64, device)
+        attend = _FillAttention(self._head, self._kv, self._kv.places(own, where), where, sizes)
         self._head(token_ids[at], self._head.combine(aux[at]), attend)
 
     def propose(
         self, aux: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, lane_ids: torch.Tensor, num_proposals: int
     ) -> None:
-        """Write num_proposals drafts behind the lanes' newest tokens into the lanes; 0: only take in the states.
+        """Take in the target's states of decodes, and write num_proposals drafts into their lanes.
 
-        aux: [entries * rows, 3 * target_hidden_size]; tokens: [entries, rows] int64, the token that was sampled behind
-        each row; counts: [entries] int64, how many of these are accepted; lane_ids: [entries] int64, -1: padding.
+        aux: [entries * rows, 3 * target_hidden_size]; tokens: [entries, rows] int64, what was sampled behind each row;
+        counts: [entries] int64, how many of these were accepted; lane_ids: [entries] int64, -1: padding.
         """
         entries, num_rows = tokens.shape
-        own = lane_ids.clamp_min(0)
+        own, is_padding = lane_ids.clamp_min(0), lane_ids < 0
         num_tokens = self._lanes.num_tokens[own]
-        first = num_tokens - counts - 1
-        view = _View(self, lane_ids, own, first + num_rows - 1 + num_proposals)
-        rows = torch.arange(num_rows, device=aux.device)
-        positions = (first[:, None] + rows).clamp_min(0)
-        states = self._head(tokens.flatten(), self._head.combine(aux), view.attention(positions))
+        first = (num_tokens - counts - 1).clamp_min(0)
+        view = self._kv.view(own, self._lanes.start[own], first + num_rows - 1 + num_proposals)
+        positions = first[:, None] + torch.arange(num_rows, device=aux.device)
+        attend = _ChainAttention(self._head, self._kv, view, own, positions, is_padding)
+        states = self._head(tokens.flatten(), self._head.combine(aux), attend)
         last = (counts - 1).clamp_min(0)[:, None, None]
         hidden = states.view(entries, num_rows, -1).take_along_dim(last, dim=1)[:, 0]
-        self._lanes.set_drafts(lane_ids, self._chain(hidden, view, lane_ids, num_tokens, num_proposals))
-
-    def _chain(
-        self, hidden: torch.Tensor, view: "_View", lane_ids: torch.Tensor, num_tokens: torch.Tensor, num_proposals: int
-    ) -> list[torch.Tensor]:
         drafts: list[torch.Tensor] = []
-        state = self._lanes.sampling
         for number in range(num_proposals):
+            if number:
+                positions = (num_tokens - 2 + number).clamp_min(0)[:, None]
+                attend = _ChainAttention(self._head, self._kv, view, own, positions, is_padding)
+                hidden = self._head(drafts[-1], hidden, attend)
             logits = self._head.logits(hidden)
-            drafts.append(draw(logits, lane_ids, state, ahead=number, id_offsets=self._offsets, filtered=False))
-            if number + 1 < num_proposals:
-                hidden = self._head(drafts[-1], hidden, view.attention((num_tokens - 1 + number)[:, None]))
-        return drafts
+            drafts.append(
+                draw(
+                    logits,
+                    lane_ids,
+                    self._lanes.sampling,
+                    ahead=number,
+                    id_offsets=self._id_offsets,
+                    filtered=False,
+                )
+            )
+        self._lanes.set_drafts(lane_ids, drafts)
 
     def _kept_rows(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Which of the chunks' rows have a place when all are computed: (rows, lanes, positions, rows of each chunk)."""
-        rows, lanes, positions, sizes = [], [], [], []
+        """(rows, their lanes, their positions, how many of each chunk)."""
+        rows: list[int] = []
+        lanes: list[int] = []
+        positions: list[int] = []
+        sizes: list[int] = []
         begin = 0
         for chunk in chunks:
             end = chunk.start + len(chunk.token_ids)
-            oldest = (end // BLOCK_SIZE - self._window_blocks) * BLOCK_SIZE
-            kept = [at for at in range(chunk.start, end) if at < BLOCK_SIZE or at >= oldest]
+            kept = [at for at in range(chunk.start, end) if self._kv.is_kept(at, end)]
             rows += [begin + at - chunk.start for at in kept]
             lanes += [chunk.lane] * len(kept)
             positions += kept
@@ -120,24 +111,74 @@ class Drafter:
             begin += len(chunk.token_ids)
         return rows, lanes, positions, sizes
 
-    def _places(self, lanes: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where entries at these positions of these lanes are kept: page * 16 + slot."""
-        return (lanes * self._pages_per_lane + self._page(positions // BLOCK_SIZE)) * BLOCK_SIZE + positions % BLOCK_SIZE
 
-    def _page(self, block: torch.Tensor) -> torch.Tensor:
-        """The page of a block, among its lane's."""
-        return torch.where(block == 0, 0, 1 + (block - 1) % (self._pages_per_lane - 1))
+class NoDrafter:
+    """In place of a drafter where there is none."""
+
+    aux_layers: tuple[int, ...] = ()
+
+    def forget(self, lanes: Sequence[int]) -> None:
+        pass
+
+    def read(self, chunks: Sequence[Chunk], aux: torch.Tensor, sampled: torch.Tensor) -> None:
+        pass
+
+    def propose(
+        self, aux: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, lane_ids: torch.Tensor, num_proposals: int
+    ) -> None:
+        assert num_proposals == 0
+
+
+class _ChainAttention:
+    """The same number of rows of each entry, over what is kept of its lane. positions: [entries, rows] int64."""
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        kv: DraftKV,
+        view: View,
+        lanes: torch.Tensor,
+        positions: torch.Tensor,
+        is_padding: torch.Tensor,
+    ) -> None:
+        self._kv, self._eps = kv.kv, head.config.rms_norm_eps
+        self._rope = gather_rope(head.rope_table, positions.flatten())
+        self._places = torch.where(is_padding[:, None], -1, kv.places(lanes[:, None], positions)).flatten()
+        entries = torch.arange(len(lanes), device=lanes.device)
+        lengths = (positions + 1 - view.shift[:, None]).clamp_min(1).flatten()
+        self._batch: DecodeBatch = decode_batch(view.table, torch.where(is_padding, -1, entries), lengths, kv.kv[0])
+
+    def __call__(self, layer: int, qkv: torch.Tensor, norms: Norms | None) -> torch.Tensor:
+        """As `Attend`."""
+        kv = self._kv[layer]
+        q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)
+        return decode_attention(q, kv, self._batch).flatten(1)
 
 
 class _FillAttention:
-    """Stores keys and values. Only layers with others behind them attend, and then within their chunk."""
+    """Stores keys and values of chunks' rows. Only layers with others behind them attend, and then within their chunk:
+    what the last layer attends to is asked for by nobody. sizes: rows of each chunk."""
 
-    def __init__(self, drafter: Drafter, places: torch.Tensor, positions: torch.Tensor, sizes: Sequence[int]) -> None:
-        self._drafter = drafter
+    def __init__(
+        self,
+        head: Eagle3Head,
+        kv: DraftKV,
+        places: torch.Tensor,
+        positions: torch.Tensor,
+        sizes: Sequence[int],
+    ) -> None:
+        self._kv, self._eps = kv.kv, head.config.rms_norm_eps
+        self._num_layers = head.num_layers
+        self._rope = gather_rope(head.rope_table, positions)
         self._places = places
-        self._rope = gather_rope(drafter._head.rope_table, positions)
         self._sizes = list(sizes)
 
     def __call__(self, layer: int, qkv: torch.Tensor, norms: Norms | None) -> torch.Tensor:
         """As `Attend`."""
-        ...
+        kv = self._kv[layer]
+        q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)
+        if layer + 1 == self._num_layers:
+            return torch.zeros_like(q).flatten(1)
+        both = kv[self._places // BLOCK_SIZE, :, :, self._places % BLOCK_SIZE].permute(2, 1, 0, 3)
+        parts = zip(*(part.split(self._sizes, dim) for part, dim in ((q, 0), (both[0], 1), (both[1], 1))), strict=True)
+        return torch.cat([masked_attention(*part, mask=None) for part in parts]).flatten(1)
