@@ -57,8 +57,9 @@ def find_cuts_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cut [rows] float32, last_tie [rows] int32) of what filter_logits keeps; (-inf, vocab) where nothing is filtered.
 
-    logits: [rows, vocab], not divided by the temperature; lanes: [rows] int64, -1 for padding; the next four:
-    [num_lanes]; allowed: [vocab] uint8 or None. Rows of temperature 0 are not filtered: they take the best token.
+    logits: [entries * R, vocab], not divided by the temperature; lanes: [entries] int64, -1 for padding, the lane of R
+    rows each; the next four: [num_lanes]; allowed: [vocab] uint8 or None. Rows of temperature 0 are not filtered: they
+    take the best token.
     """
     rows, vocab = logits.shape
     cut = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -67,7 +68,7 @@ def find_cuts_triton(
     masked = allowed is not None
     _cut_kernel[(rows,)](
         logits, allowed if masked else logits, lanes, temperature, top_k, top_p, min_p, scratch, cut, last_tie, vocab,
-        masked=masked, tile=tile, num_warps=16,
+        rows // len(lanes), masked=masked, tile=tile, num_warps=16,
     )  # fmt: skip
     return cut, last_tie
 
@@ -220,15 +221,15 @@ def _last_tie(row, allowed, vocab, cut, ties, masked: tl.constexpr, tile: tl.con
     return last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_entry"])
 def _cut_kernel(
-    logits, allowed, lanes, temperatures, top_ks, top_ps, min_ps, scratch, cuts, last_ties, vocab,
+    logits, allowed, lanes, temperatures, top_ks, top_ps, min_ps, scratch, cuts, last_ties, vocab, rows_per_entry,
     masked: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     tl.store(cuts + index, -float("inf"))
     tl.store(last_ties + index, vocab)
-    lane = tl.load(lanes + index)
+    lane = tl.load(lanes + tl.program_id(0) // rows_per_entry)
     own = tl.maximum(lane, 0)
     temperature, min_p = tl.load(temperatures + own), tl.load(min_ps + own)
     top_k, top_p = tl.load(top_ks + own), tl.load(top_ps + own)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from minserve.config import BLOCK_SIZE
+from minserve.kernels.accept_drafts import accept_drafts_triton
 from minserve.kernels.adjust_logits import Adjustments, adjust_logits_triton, count_tokens_triton
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
 from minserve.kernels.fp8 import quantize_rows_triton
@@ -27,7 +28,7 @@ from minserve.kernels.linear import (
 from minserve.kernels.merge_attention import merge_attention_triton
 from minserve.kernels.norm_rope_store import norm_rope_store_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
-from minserve.kernels.sampling import SamplingState, sample_triton
+from minserve.kernels.sampling import SamplingState, draw_triton
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.step_inputs import step_inputs_triton
 from minserve.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
@@ -35,6 +36,7 @@ from minserve.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 ROWS = (1, 64, 256)
 ROWS_PER_ENTRY = (1, 4)
 LANES, PAGES, EPS = 256, 1024, 1e-6
+MAX_DRAFTS, DRAFT_VOCAB = 8, 32000
 EXAMPLE_TILES = (
     Tile(8, 64, 4, 3, tensor_cores=False),
     Tile(8, 64, 4, 3, tensor_cores=False, ahead=1),
@@ -89,7 +91,10 @@ def elementwise_calls(work: Work) -> Iterator[Call]:
     norms = (work.floats(model.head_dim), work.floats(model.head_dim)) if model.has_norms else None
     yield lambda: norm_rope_store_triton(qkv, norms, EPS, (angles, angles), pages(work), empty(rows))
     table = empty(LANES, model.max_blocks, dtype=torch.int32)
-    yield lambda: step_inputs_triton(empty(LANES), empty(LANES), table, empty(rows), BLOCK_SIZE)
+    numbers = (empty(LANES), empty(LANES, MAX_DRAFTS), empty(LANES), empty(LANES))
+    for per_entry in ROWS_PER_ENTRY:
+        lanes = empty(max(1, rows // per_entry))
+        yield functools.partial(step_inputs_triton, *numbers, table, lanes, per_entry - 1, BLOCK_SIZE)
     for size in (model.hidden, model.mlp):
         yield functools.partial(quantize_rows_triton, work.floats(rows, size))
 
@@ -139,7 +144,6 @@ def linear_calls(work: Work) -> Iterator[Call]:
 
 
 def sampling_calls(work: Work) -> Iterator[Call]:
-    logits, lanes = work.floats(work.rows, work.model.vocab), empty(work.rows)
     number, integer = empty(LANES, dtype=torch.float32), empty(LANES)
     allowed = empty(work.model.vocab, dtype=torch.bool)
     state = SamplingState(
@@ -148,7 +152,6 @@ def sampling_calls(work: Work) -> Iterator[Call]:
         min_p=number,
         top_k=integer,
         seed=empty(LANES, 2),
-        last_token=integer,
         num_tokens=integer,
     )
     adjustments = Adjustments(
@@ -162,14 +165,26 @@ def sampling_calls(work: Work) -> Iterator[Call]:
         frequency=number,
         prompt_seen=empty(LANES, work.model.vocab, dtype=torch.bool),
         output_counts=empty(LANES, work.model.vocab, dtype=torch.int32),
+        drafts=empty(LANES, MAX_DRAFTS),
     )
-    yield lambda: sample_triton(logits, lanes, state, allowed)
-    # What has been adjusted is float32.
-    yield lambda: sample_triton(logits.float(), lanes, state, allowed)
-    yield lambda: sample_triton(logits, lanes, state)
-    yield lambda: adjust_logits_triton(logits, lanes, adjustments)
     penalized = empty(LANES, dtype=torch.bool)
-    yield lambda: count_tokens_triton(lanes, lanes, adjustments.output_counts, penalized)
+    for per_entry in ROWS_PER_ENTRY:
+        lanes = empty(max(1, work.rows // per_entry))
+        tokens = empty(len(lanes) * per_entry)
+        logits = work.floats(len(tokens), work.model.vocab)
+        yield functools.partial(draw_triton, logits, lanes, state, allowed)
+        # What has been adjusted is float32.
+        yield functools.partial(draw_triton, logits.float(), lanes, state, allowed)
+        yield functools.partial(draw_triton, logits, lanes, state)
+        yield functools.partial(adjust_logits_triton, logits, lanes, adjustments)
+        yield functools.partial(accept_drafts_triton, tokens, lanes, adjustments.drafts, integer, integer)
+        yield functools.partial(count_tokens_triton, tokens, lanes, lanes, adjustments.output_counts, penalized)
+    lanes = empty(work.rows)
+    for vocab, id_offsets in ((work.model.vocab, None), (DRAFT_VOCAB, empty(DRAFT_VOCAB))):
+        logits = work.floats(work.rows, vocab)
+        for ahead in (0, 1, 2):
+            options = {"ahead": ahead, "id_offsets": id_offsets, "filtered": False}
+            yield functools.partial(draw_triton, logits, lanes, state, **options)
 
 
 def production_calls() -> Iterator[tuple[str, Call]]:

@@ -98,6 +98,18 @@ def test_rows_without_filters_greedy_rows_and_padding_have_no_cut(device):
     assert last_tie.tolist() == [VOCAB] * 3
 
 
+def test_the_rows_of_an_entry_are_filtered_as_their_lane_says(device):
+    logits = torch.stack([rows_of_logits()[kind] for kind in ("spread", "holes", "flat", "spread", "tied", "holes")])
+    logits = logits.to(device)
+    lanes = torch.tensor([1, -1, 0], device=device)
+    tables = ([0.5, 1.0], [3, 0], [1.0, 0.6], [0.0, 0.0])
+    tables = [torch.tensor(table, device=device) for table in tables]
+    cuts, ties = find_cuts_triton(logits, lanes, *tables, None, 64)
+    one_by_one = [find_cuts_triton(logits[i : i + 1], lanes[i // 2][None], *tables, None, 64) for i in range(6)]
+    assert cuts.tolist() == [cut.item() for cut, _ in one_by_one]
+    assert ties.tolist() == [tie.item() for _, tie in one_by_one]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("vocab", [151_936, 262_144, 50_257])
