@@ -32,6 +32,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: requests that run at once. None: 256 on a GPU, 64 on a CPU.
     max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
         None: 2048 on a GPU, 512 on a CPU, where a step of 2048 would hold up all streams for seconds.
+    draft_path: a local folder with an EAGLE-3 head; None: no speculation.
+    num_draft_tokens: drafts of each step; None: 0, 1 or 3, whichever pays.
+    draft_window: tokens that the head sees of a text, beside the first ones; a multiple of 16.
     enforce_eager: run decode steps as they stand, not from CUDA graphs (a CPU has none).
     run_ahead: steps that are launched before the tokens of the last one are known; None: 1 on a GPU, 0 on a CPU,
         where launching is running.
@@ -56,6 +59,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     run_ahead: Literal[0, 1] | None = None
     enforce_eager: bool = False
+    draft_path: str | None = None
+    num_draft_tokens: Annotated[int, Meta(ge=1, le=8)] | None = None
+    draft_window: Annotated[int, Meta(ge=64, le=2**20, multiple_of=16)] = 2048
 
     @classmethod
     def checked(cls, **fields: Any) -> "EngineConfig":

@@ -138,7 +138,7 @@ class Stats(msgspec.Struct, kw_only=True):
 
     def note_drafts(self, num_drafts: int, accepted: Sequence[int]) -> None:
         """A step verified num_drafts drafts of some requests each, and accepted so many of them."""
-        self.num_drafts += len(accepted)
+        self.num_drafts += len(accepted) if num_drafts else 0
         self.num_draft_tokens += num_drafts * len(accepted)
         for count in accepted:
             for position in range(count):

@@ -15,6 +15,7 @@ from minserve.config import BLOCK_SIZE, EngineConfig
 from minserve.engine.core import Engine
 from minserve.engine.scheduler import Scheduler
 from minserve.engine.sizing import (
+    CUDA_DRIVER_BYTES,
     choose_batch,
     choose_context,
     choose_device,
@@ -33,11 +34,15 @@ from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
 from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, Ready
 from minserve.runner.attention import KVContext
-from minserve.runner.decode import CudaRecorder, Decode, DecodeGraphs
+from minserve.runner.decode import Decode, StepKind
+from minserve.runner.graphs import CudaRecorder, DecodeGraphs
 from minserve.runner.prefill import KEY_STEP, FlashShapes
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
 from minserve.runner.warmup import plan_shapes, workspace_bytes
+from minserve.spec.draft import Drafter, NoDrafter
+from minserve.spec.lengths import AdaptiveLength, DraftLengths, FixedLength
+from minserve.weights.eagle3 import load_eagle3
 from minserve.weights.loader import init_dummy_weights, load_weights
 
 Progress = Callable[[str, int, int], None]
@@ -46,13 +51,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """What the engine computes on and with. shapes: those of prefill's attention, where it has fixed ones."""
+    """What the engine computes on and with. shapes: those of prefill's attention, where it has fixed ones; drafts: how
+    many are proposed."""
 
     device: torch.device
     dtype: torch.dtype
     max_num_seqs: int
     max_num_batched_tokens: int
     shapes: FlashShapes | None
+    drafts: DraftLengths
 
 
 def build_engine(config: EngineConfig, progress: Progress = lambda *_: None) -> Engine:
@@ -72,7 +79,8 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     device, dtype = machine.device, machine.dtype
     model, weights_bytes = _load(config, model_config, device, dtype, progress)
     model.set_max_positions(config.max_model_len or model_config.max_position_embeddings)
-    kv_bytes = kv_cache_bytes(config, device, _workspace_bytes(model, machine))
+    new_drafter = _load_drafter(config, model, machine)
+    kv_bytes = kv_cache_bytes(config, device, _workspace_bytes(model, machine, new_drafter))
     max_model_len, num_pages = choose_context(config, model_config, dtype, machine.max_num_seqs, kv_bytes)
     pages = KVPages(model_config, num_pages, dtype, device)
     promised_bytes = pages.kv.nbytes if device.type == "cpu" else 0
@@ -93,8 +101,9 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         end_token_ids=_end_token_ids(config, model_config.vocab_size),
         prefill_reserve=blocks_for(config.prefill_reserve),
         chunk_step=KEY_STEP if machine.shapes is not None else 1,
+        drafts=machine.drafts,
     )
-    runner = _runner(config, machine, model, pages, lanes, progress)
+    runner = _runner(config, machine, model, pages, lanes, new_drafter(lanes), progress)
     info = Ready(
         architecture=model_config.architecture,
         device=_device_name(device),
@@ -115,40 +124,80 @@ def _choose_machine(config: EngineConfig, model_config: ModelConfig) -> _Machine
     device = choose_device(config)
     refuse_unsupported(model_config, device)
     dtype = choose_dtype(config, model_config, device)
-    max_num_seqs, max_num_batched_tokens = choose_batch(config, device)
+    drafts = _choose_drafts(config)
+    max_num_seqs, max_num_batched_tokens = choose_batch(config, device, drafts.most)
     fixed = device.type == "cuda" and dtype != torch.float32  # cuDNN has no attention in float32
     shapes = FlashShapes.for_chunks_of(max_num_batched_tokens) if fixed else None
-    return _Machine(device, dtype, max_num_seqs, max_num_batched_tokens, shapes)
+    return _Machine(device, dtype, max_num_seqs, max_num_batched_tokens, shapes, drafts)
 
 
-def _workspace_bytes(model: CausalLM, machine: _Machine) -> int:
+def _choose_drafts(config: EngineConfig) -> DraftLengths:
+    if config.draft_path is None:
+        if config.num_draft_tokens is not None:
+            raise ConfigError("--num-draft-tokens needs --draft, which proposes them")
+        return FixedLength(0)
+    return AdaptiveLength() if config.num_draft_tokens is None else FixedLength(config.num_draft_tokens)
+
+
+def _load_drafter(config: EngineConfig, model: CausalLM, machine: _Machine) -> Callable[[Lanes], Drafter | NoDrafter]:
+    """What makes a drafter for lanes."""
+    if config.draft_path is None:
+        return lambda lanes: NoDrafter()
+    head = load_eagle3(Path(config.draft_path), model.config, device=machine.device, dtype=machine.dtype)
+    head.share_with(model)
+    head.set_max_positions(model.rope_table.shape[0])
+    window = min(config.draft_window, head.config.window or config.draft_window) // BLOCK_SIZE * BLOCK_SIZE
+    return lambda lanes: Drafter(head, lanes, window)
+
+
+def _workspace_bytes(model: CausalLM, machine: _Machine, new_drafter: Callable[[Lanes], Drafter | NoDrafter]) -> int:
     """What steps need beside weights and KV; on a CPU nobody counts it."""
     if machine.device.type == "cpu":
         return 0
-    num_tokens, num_rows = machine.max_num_batched_tokens, machine.max_num_seqs
     num_bytes = workspace_bytes(
-        model, machine.dtype, machine.device, num_tokens=num_tokens, num_rows=num_rows, shapes=machine.shapes
+        model,
+        new_drafter,
+        torch.empty(0, dtype=machine.dtype, device=machine.device),
+        num_tokens=machine.max_num_batched_tokens,
+        num_lanes=machine.max_num_seqs,
+        num_drafts=machine.drafts.most,
+        shapes=machine.shapes,
     )
     torch.cuda.empty_cache()
-    return num_bytes
+    return CUDA_DRIVER_BYTES + num_bytes
 
 
 def _runner(
-    config: EngineConfig, machine: _Machine, model: CausalLM, pages: KVPages, lanes: Lanes, progress: Progress
+    config: EngineConfig,
+    machine: _Machine,
+    model: CausalLM,
+    pages: KVPages,
+    lanes: Lanes,
+    drafter: Drafter | NoDrafter,
+    progress: Progress,
 ) -> Runner:
     """The runner, warm: what takes its time once has been done."""
     vocab_size = model.config.vocab_size
     sampler = Sampler(lanes, vocab_size, config.token_id_ranges)
     context = KVContext(pages.kv, lanes.page_table, model.rope_table, model.config.rms_norm_eps)
-    decode = Decode(model, context, lanes, sampler)
+    decode = Decode(model, context, lanes, sampler, drafter)
     if machine.shapes is not None:
         max_keys = lanes.page_table.shape[1] * BLOCK_SIZE
         plan_shapes(machine.shapes, model, machine.dtype, max_keys, partial(progress, "attention plans"))
     if machine.device.type == "cpu" or config.enforce_eager:
-        return Runner(model, context, sampler, decode, machine.shapes)
-    graphs = DecodeGraphs(decode, machine.max_num_seqs, vocab_size, machine.dtype, machine.device)
-    graphs.capture(CudaRecorder(), partial(progress, "CUDA graphs"))
-    return Runner(model, context, sampler, graphs, machine.shapes)
+        return Runner(model, context, sampler, decode, drafter, machine.shapes)
+    graphs = DecodeGraphs(
+        decode,
+        CudaRecorder(),
+        max_lanes=machine.max_num_seqs,
+        most_drafts=machine.drafts.most,
+        vocab_size=vocab_size,
+        dtype=machine.dtype,
+        device=machine.device,
+    )
+    kinds = [StepKind(number, number, adjusted) for number in machine.drafts.usual for adjusted in (False, True)]
+    graphs.capture(kinds, partial(progress, "CUDA graphs"))
+    return Runner(model, context, sampler, graphs, drafter, machine.shapes)
 
 
 def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class Launches:
             return StepPlan(step=self.last_step)
         launched.sort(key=lambda entry: entry.chunk is None)
         samples = [entry.request.next_sample() for entry in launched if entry.samples]
-        self.num_proposed = self._drafts.choose(len(samples))
+        self.num_proposed = self._drafts.choose([e.request.num_tokens for e in launched if e.samples])
         self.last_step += 1
         self._under_way.append((self.last_step, launched))
         return StepPlan(
@@ -70,9 +70,11 @@ class Launches:
             token_ids, logprobs = next(yielded) if entry.samples else ((), None)
             yield Yield(entry, token_ids, logprobs, next(prompt_logprobs) if entry.chunk is not None else ())
 
-    def note_accepted(self, num_drafts: int, accepted: Sequence[int]) -> None:
-        """Of num_drafts drafts that decodes of one step verified each, so many were accepted."""
-        self._drafts.note(num_drafts, accepted)
+    def note_accepted(
+        self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None
+    ) -> None:
+        """See `DraftLengths.note`."""
+        self._drafts.note(num_drafts, lengths, accepted, seconds)
 
 
 def _advance(request: Request, count: int, num_drafts: int) -> Launched:

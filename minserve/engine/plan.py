@@ -100,9 +100,11 @@ class StepResult:
     log probabilities, where asked for.
 
     prompt_logprobs: one list for each of the plan's chunks, one entry for each of its prompt_targets.
+    seconds: what such a step takes; None if this one does not tell.
     """
 
     step: int
     token_ids: Sequence[Sequence[int]]
     logprobs: Sequence[Sequence[TokenLogprobs] | None]
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = field(default_factory=list)
+    seconds: float | None = None

@@ -225,6 +225,7 @@ class Scheduler:
         self._counters.num_steps += 1
         deltas: list[Delta] = []
         accepted: list[int] = []
+        lengths: list[int] = []
         num_drafts = 0
         for entry, token_ids, logprobs, prompt_logprobs in self._launches.take(result):
             request = entry.request
@@ -236,12 +237,13 @@ class Scheduler:
                 deltas.append(self._take_tokens(entry, token_ids, logprobs))
             elif request.status is Status.RUNNING:
                 self._blocks.publish(request.id, request.token_ids, entry.num_computed)
-            if entry.num_drafts:
+            if entry.chunk is None:
                 num_drafts = entry.num_drafts
                 accepted.append(len(token_ids) - 1)
+                lengths.append(request.num_tokens)
         if accepted:
             self._counters.note_drafts(num_drafts, accepted)
-            self._launches.note_accepted(num_drafts, accepted)
+            self._launches.note_accepted(num_drafts, lengths, accepted, result.seconds)
         return deltas
 
     def take_ended(self) -> list[Delta]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from minserve.engine.plan import Chunk
+from minserve.engine.plan import Chunk, Sample, StepPlan
 from minserve.kernels.prefill_attention import flash_attention
 from minserve.memory.blocks import blocks_for
 from minserve.memory.lanes import Lanes
@@ -15,41 +15,51 @@ from minserve.memory.pages import KVPages
 from minserve.models.causal_lm import CausalLM
 from minserve.runner.attention import KVContext
 from minserve.runner.decode import PADDING, Decode
-from minserve.runner.prefill import FlashShapes, PrefillAttention
+from minserve.runner.prefill import FlashShapes
+from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
+from minserve.spec.draft import Drafter, NoDrafter
 
 
 @torch.inference_mode()
 def workspace_bytes(
     model: CausalLM,
-    dtype: torch.dtype,
-    device: torch.device,
+    new_drafter: Callable[[Lanes], Drafter | NoDrafter],
+    like: torch.Tensor,
     *,
     num_tokens: int,
-    num_rows: int,
+    num_lanes: int,
+    num_drafts: int,
     shapes: FlashShapes | None,
 ) -> int:
-    """The most memory that steps take on the GPU beside weights and KV: a chunk of num_tokens tokens, of which num_rows
-    may yield tokens, and a decode step of num_rows rows, which has its own for its graphs. Both are run to see it."""
-    config = model.config
-    lanes = Lanes(num_rows, blocks_for(num_tokens), config.vocab_size, device)
-    pages = KVPages(config, blocks_for(num_tokens), dtype, device)
+    """The most memory that steps take on the GPU beside weights and KV: a chunk of num_tokens tokens, and a decode of
+    num_lanes lanes, which has its own for its graphs. Both are run to see it.
+
+    like: any tensor of the dtype and on the device of the model.
+    """
+    config, device = model.config, like.device
+    lanes = Lanes(num_lanes, blocks_for(num_tokens), config.vocab_size, device)
+    drafter = new_drafter(lanes)
+    pages = KVPages(config, blocks_for(num_tokens), like.dtype, device)
     lanes.page_table[:] = torch.arange(pages.num_pages, dtype=torch.int32, device=device)
     context = KVContext(pages.kv, lanes.page_table, model.rope_table, config.rms_norm_eps)
     sampler = Sampler(lanes, config.vocab_size, ())
-    decode = Decode(model, context, lanes, sampler)
-    nobody = torch.full((num_rows,), PADDING, dtype=torch.int64, device=device)
+    decode = Decode(model, context, lanes, sampler, drafter)
+    runner = Runner(model, context, sampler, decode, drafter, shapes)
+    nobody = torch.full((num_lanes,), PADDING, dtype=torch.int64, device=device)
+    chunk = Chunk(lane=0, start=0, token_ids=[0] * num_tokens, samples=True)
+    sample = Sample(lane=0, logprobs=None, adjusted=True)
 
     def prefill() -> None:
-        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        chunk = Chunk(lane=0, start=0, token_ids=[0] * num_tokens, samples=True)
-        hidden = model(token_ids, PrefillAttention(context, [chunk], shapes))[:num_rows]
-        sampler.sample(model.logits(hidden), nobody[: len(hidden)], adjusted=True)
+        runner.run(StepPlan(step=0, chunks=[chunk], samples=[sample], num_proposals=num_drafts)).result()
 
     def decode_step() -> None:
-        decode.sample(decode.forward(nobody), nobody, adjusted=True)
+        aux = decode.new_aux(num_lanes * (1 + num_drafts))
+        logits = decode.forward(nobody, num_drafts, aux)
+        decode.propose(aux, *decode.sample(logits, nobody, adjusted=True), nobody, num_drafts)
 
-    kept = lanes.nbytes + num_rows * config.vocab_size * dtype.itemsize  # the tables, and the graphs' logits
+    rows = num_lanes * (1 + num_drafts)
+    kept = lanes.nbytes + drafter.nbytes + rows * config.vocab_size * like.itemsize  # tables, and the graphs' logits
     return kept + _peak_bytes(prefill, device) + _peak_bytes(decode_step, device)
 
 

@@ -2,9 +2,9 @@
 
 Owns: the order of the head's passes. Does not know: plans, or whether a draft will be accepted.
 
-The head has an entry for each token x(t + 1) that stands behind a state h(t) of the target, at position t. Entries of the
-text come from the target's states. Entries of a chain of drafts come from the head's own; they are overwritten when the
-target has spoken.
+The head has an entry for each token x(t + 1) that stands behind a state h(t) of the target, at position t. Entries of
+the text come from the target's states. Entries of a chain of drafts come from the head's own; they are overwritten when
+the target has spoken.
 """
 
 from collections.abc import Sequence
@@ -36,6 +36,11 @@ class Drafter:
         self._id_offsets = None
         if head.target_ids is not None:
             self._id_offsets = head.target_ids - torch.arange(len(head.target_ids), device=lanes.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the head's keys and values, of all lanes."""
+        return self._kv.kv.nbytes
 
     def forget(self, lanes: Sequence[int]) -> None:
         """Lanes have changed hands."""
@@ -116,6 +121,7 @@ class NoDrafter:
     """In place of a drafter where there is none."""
 
     aux_layers: tuple[int, ...] = ()
+    nbytes = 0
 
     def forget(self, lanes: Sequence[int]) -> None:
         pass
@@ -180,5 +186,6 @@ class _FillAttention:
         if layer + 1 == self._num_layers:
             return torch.zeros_like(q).flatten(1)
         both = kv[self._places // BLOCK_SIZE, :, :, self._places % BLOCK_SIZE].permute(2, 1, 0, 3)
-        parts = zip(*(part.split(self._sizes, dim) for part, dim in ((q, 0), (both[0], 1), (both[1], 1))), strict=True)
-        return torch.cat([masked_attention(*part, mask=None) for part in parts]).flatten(1)
+        keys, values = (torch.split(x, self._sizes, dim=1) for x in both)
+        parts = zip(torch.split(q, self._sizes), keys, values, strict=True)
+        return torch.cat([masked_attention(own, k, v, None) for own, k, v in parts]).flatten(1)

@@ -61,8 +61,8 @@ class DraftKV:
         return pages * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def view(self, lanes: torch.Tensor, starts: torch.Tensor, last: torch.Tensor) -> View:
-        """lanes: [entries] int64; starts: [entries], the first position of each lane that has an entry; last: [entries],
-        a position that no row passes."""
+        """lanes: [entries] int64; starts: [entries], the first position of each lane that has an entry; last:
+        [entries], a position that no row passes."""
         first_block = starts // BLOCK_SIZE
         has_first = first_block == 0
         oldest = torch.maximum(last // BLOCK_SIZE - self._window_blocks, first_block).clamp_min(1)

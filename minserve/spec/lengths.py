@@ -6,19 +6,34 @@ Owns: that choice. Does not know: who proposes or verifies them. Imports no torc
 from collections.abc import Sequence
 from typing import Protocol
 
+CHOICES = (0, 1, 3)
+MEMORY = 0.95
+"""Of a running mean, what is kept when a new value comes."""
+
+LOOK_AGAIN = 50
+"""After so many steps another length is tried, since texts and batches change."""
+
 
 class DraftLengths(Protocol):
-    """Chooses for each step how many drafts its decodes propose; the next step verifies them."""
+    """Chooses for each step how many drafts its lanes propose; the next step verifies them.
+
+    lengths: tokens of each request of a step.
+    """
 
     @property
     def most(self) -> int:
         """The most that `choose` ever says."""
 
-    def choose(self, num_decodes: int) -> int:
-        """For a step of so many decodes."""
+    @property
+    def usual(self) -> Sequence[int]:
+        """What it says often."""
 
-    def note(self, num_drafts: int, accepted: Sequence[int]) -> None:
-        """A step verified num_drafts drafts for each of its decodes, and so many of each were accepted."""
+    def choose(self, lengths: Sequence[int]) -> int:
+        """How many drafts the next step proposes."""
+
+    def note(self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None) -> None:
+        """A step verified num_drafts drafts of each of these requests and accepted so many. seconds: what such a step
+        takes, if this one tells."""
 
 
 class FixedLength:
@@ -26,9 +41,69 @@ class FixedLength:
 
     def __init__(self, num_drafts: int) -> None:
         self.most = num_drafts
+        self.usual = (num_drafts,)
 
-    def choose(self, num_decodes: int) -> int:
+    def choose(self, lengths: Sequence[int]) -> int:
         return self.most
 
-    def note(self, num_drafts: int, accepted: Sequence[int]) -> None:
+    def note(self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None) -> None:
         pass
+
+
+class AdaptiveLength:
+    """The number that gave the most tokens a second lately, for such a batch and texts of such lengths.
+
+    Expected tokens come from how often the k-th draft was right when those before it were, by the length of the text
+    (in powers of two: heads are trained on short ones); seconds from steps of the same number of requests (likewise).
+    A number that has not been tried yet is tried first; from time to time, the others again.
+    """
+
+    most = max(CHOICES)
+    usual = CHOICES
+
+    def __init__(self) -> None:
+        self._right: dict[tuple[int, int], float] = {}
+        self._seconds: dict[tuple[int, int], float] = {}
+        self._num_steps = 0
+
+    def choose(self, lengths: Sequence[int]) -> int:
+        """The best of CHOICES, or one that is to be looked at."""
+        if not lengths:
+            return 0
+        self._num_steps += 1
+        size = len(lengths).bit_length()
+        unknown = [number for number in reversed(CHOICES) if (size, number) not in self._seconds]
+        if unknown:
+            return unknown[0]
+        if self._num_steps % LOOK_AGAIN == 0:
+            return CHOICES[self._num_steps // LOOK_AGAIN % len(CHOICES)]
+        return max(CHOICES, key=lambda number: self._tokens(lengths, number) / self._seconds[size, number])
+
+    def note(self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None) -> None:
+        """See `DraftLengths`."""
+        for length, count in zip(lengths, accepted, strict=True):
+            for number in range(min(count + 1, num_drafts)):
+                _mix(self._right, (_kind(length), number), float(number < count))
+        if seconds is not None:
+            _mix(self._seconds, (len(lengths).bit_length(), num_drafts), seconds)
+
+    def _tokens(self, lengths: Sequence[int], num_drafts: int) -> float:
+        """How many tokens a step is expected to give."""
+        total = 0.0
+        for length in lengths:
+            likely = 1.0
+            total += likely
+            for number in range(num_drafts):
+                likely *= self._right.get((_kind(length), number), 0.5)
+                total += likely
+        return total
+
+
+def _kind(length: int) -> int:
+    return (length // 512).bit_length()
+
+
+def _mix(means: dict[tuple[int, int], float], key: tuple[int, int], value: float) -> None:
+    """Take a value into a running mean."""
+    old = means.get(key)
+    means[key] = value if old is None else MEMORY * old + (1 - MEMORY) * value

@@ -11,16 +11,18 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from minserve.kernels.accept_drafts import accept_drafts_triton
 from minserve.kernels.adjust_logits import adjust_logits_triton, count_tokens_triton
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
 from minserve.kernels.gather_pages import gather_keys_triton
 from minserve.kernels.merge_attention import merge_attention_triton
 from minserve.kernels.norm_rope_store import norm_rope_store_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
-from minserve.kernels.sampling import sample_triton
+from minserve.kernels.sampling import draw_triton
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.step_inputs import step_inputs_triton
-from minserve.runner.decode import DecodeGraphs
+from minserve.runner.decode import StepKind
+from minserve.runner.graphs import DecodeGraphs
 from minserve.runner.prefill import FlashShapes
 from tests.engine.tiny import CONFIG, VOCAB, finish, submit, tiny_engine
 
@@ -49,7 +51,8 @@ KERNELS = {
     "minserve.runner.decode": {"step_inputs": step_inputs_triton},
     "minserve.runner.sampler": {
         "adjust_logits": adjust_logits_triton,
-        "sample": sample_triton,
+        "draw": draw_triton,
+        "accept_drafts": accept_drafts_triton,
         "count_tokens": count_tokens_triton,
     },
 }
@@ -76,8 +79,16 @@ def compiled_engine(folder, **options):
     """An engine whose steps are recorded and padded, and whose prefill has fixed shapes."""
     engine = tiny_engine(folder, MODEL, max_num_seqs=5, max_num_batched_tokens=24, **options)
     runner = engine._runner
-    graphs = DecodeGraphs(runner._decode, 5, VOCAB, torch.float32, torch.device("cpu"))
-    graphs.capture(Again, lambda *_: None)
+    graphs = DecodeGraphs(
+        runner._decode,
+        Again,
+        max_lanes=5,
+        most_drafts=0,
+        vocab_size=VOCAB,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    graphs.capture([StepKind(), StepKind(adjusted=True)], lambda *_: None)
     runner._decode, runner._shapes = graphs, FlashShapes.for_chunks_of(24)
     return engine
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from minserve.runner.decode import DecodeGraphs
+from minserve.runner.graphs import DecodeGraphs
 from minserve.runner.runner import RunningStep
 from tests.engine.tiny import CONFIG, VOCAB, finish, submit, tiny_engine
 

@@ -47,10 +47,10 @@ class ChangingLengths:
         self.most = most
         self._random = random.Random(seed)
 
-    def choose(self, num_decodes):
+    def choose(self, lengths):
         return self._random.randint(0, self.most)
 
-    def note(self, num_drafts, accepted):
+    def note(self, num_drafts, lengths, accepted, seconds):
         assert all(0 <= count <= num_drafts for count in accepted)
 
 

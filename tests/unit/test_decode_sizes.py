@@ -2,7 +2,7 @@
 
 import pytest
 
-from minserve.runner.decode import SIZES, graph_sizes
+from minserve.runner.graphs import SIZES, graph_sizes
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 8, 40, 64, 100, 256, 257, 300, 1000, 4096])
