@@ -39,8 +39,8 @@ def norm_rope_store(
     norms: the weights of q's and k's norm, [head_dim] each, in qkv's dtype; or None. eps: what is added to the mean
     rope: from kernels.rope.gather_rope: [cos, cos] and [-sin, sin], [tokens, 1, head_dim] float32 each
     kv: [pages, kv_heads, 2, 16, head_dim], one layer's pages, contiguous
-    places: [tokens] int64, page * 16 + slot, no place twice. On CUDA, -1 is padding: nothing is stored for the token,
-        and its row of q has no meaning.
+    places: [tokens] int64, page * 16 + slot, no place twice; -1: nothing is stored for the token, and its row of q has no
+        meaning.
     """
     tokens, all_heads, head_dim = qkv.shape
     _, kv_heads, sides, _, kv_head_dim = kv.shape
@@ -61,7 +61,6 @@ def norm_rope_store_reference(
     places: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """No place may be -1."""
     kv_heads = kv.shape[1]
     heads = qkv.shape[1] - 2 * kv_heads
     if norms is None:
@@ -84,7 +83,12 @@ def _store(kv: torch.Tensor, places: torch.Tensor, k: torch.Tensor, v: torch.Ten
     if places.shape[0] == 1:
         # Numbers cost a third less than tensors of one number, on a CPU, where reading one waits for nothing.
         pages, slots = divmod(int(places), block_size)
+        if pages < 0:
+            return
     else:
+        kept = places >= 0
+        if not kept.all():
+            places, k, v = places[kept], k[kept], v[kept]
         pages, slots = torch.div(places, block_size, rounding_mode="floor"), torch.remainder(places, block_size)
     kv[pages, :, 0, slots] = k
     kv[pages, :, 1, slots] = v

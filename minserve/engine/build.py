@@ -32,7 +32,7 @@ from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
 from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
-from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, Ready
+from minserve.protocol import MAX_DRAFT_TOKENS, MAX_MODEL_END_TOKEN_IDS, Ready
 from minserve.runner.attention import KVContext
 from minserve.runner.decode import Decode, StepKind
 from minserve.runner.graphs import CudaRecorder, DecodeGraphs
@@ -145,7 +145,8 @@ def _load_drafter(config: EngineConfig, model: CausalLM, machine: _Machine) -> C
         return lambda lanes: NoDrafter()
     head = load_eagle3(Path(config.draft_path), model.config, device=machine.device, dtype=machine.dtype)
     head.share_with(model)
-    head.set_max_positions(model.rope_table.shape[0])
+    # Chains of drafts go beyond the text's end, and so do launched steps that turn out to be too many.
+    head.set_max_positions(model.rope_table.shape[0] + 4 * MAX_DRAFT_TOKENS)
     window = min(config.draft_window, head.config.window or config.draft_window) // BLOCK_SIZE * BLOCK_SIZE
     return lambda lanes: Drafter(head, lanes, window)
 

@@ -100,12 +100,13 @@ def test_q_is_written_where_the_caller_wants_it(run, device, dtype):
     assert_near(out, case.expected()[0], dtype)
 
 
+@RUNS
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
-def test_nothing_is_stored_for_padding_and_its_neighbours_do_not_notice(normed, device, dtype):
+def test_nothing_is_stored_for_padding_and_its_neighbours_do_not_notice(run, normed, device, dtype):
     case = Case(device, dtype, tokens=5, heads=3, kv_heads=1, head_dim=64, normed=normed)
     case.places[1], case.places[4] = -1, -1
     case.qkv[4] = 0
-    q = norm_rope_store_triton(*case.arguments())
+    q = run(*case.arguments())
     real = case.places >= 0
     exact_q, k, v = case.expected()
     assert_near(q[real], exact_q[real], dtype)
