@@ -39,8 +39,8 @@ def norm_rope_store(
     norms: the weights of q's and k's norm, [head_dim] each, in qkv's dtype; or None. eps: what is added to the mean
     rope: from kernels.rope.gather_rope: [cos, cos] and [-sin, sin], [tokens, 1, head_dim] float32 each
     kv: [pages, kv_heads, 2, 16, head_dim], one layer's pages, contiguous
-    places: [tokens] int64, page * 16 + slot, no place twice; -1: nothing is stored for the token, and its row of q has no
-        meaning.
+    places: [tokens] int64, page * 16 + slot, no place twice; -1: nothing is stored for the token, and its row of q
+        has no meaning.
     """
     tokens, all_heads, head_dim = qkv.shape
     _, kv_heads, sides, _, kv_head_dim = kv.shape

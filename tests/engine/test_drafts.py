@@ -84,7 +84,8 @@ def test_accepted_drafts_are_the_text_itself(tmp_path, undrafted, machine, num_d
     assert_same(answers(engine), undrafted)
     stats = engine._scheduler.stats()
     assert stats.accepted_at[0] > 0.5 * share_right * stats.num_drafts
-    assert (stats.accepted_at[num_drafts - 1] > 0) and not any(stats.accepted_at[num_drafts:])
+    assert stats.accepted_at[num_drafts - 1] > 0
+    assert not any(stats.accepted_at[num_drafts:])
 
 
 def test_right_drafts_make_a_text_of_four_tokens_a_step(tmp_path):
