@@ -47,6 +47,7 @@ def _serve(args: argparse.Namespace) -> int:
     from minserve.text.reasoning import reasoning_format
     from minserve.text.tokenizer import Tokenizer
     from minserve.text.toolcalls import tool_parser_class
+    from minserve.weights.hub import resolve_draft
 
     # What can be wrong is found before anything that takes long.
     if args.tool_call_parser is not None:
@@ -58,7 +59,11 @@ def _serve(args: argparse.Namespace) -> int:
         template = ChatTemplate.from_folder(tokenizer_folder, args.chat_template)
         server_config = server_config_of(args, name, model_folder)
         engine_config = engine_config_of(
-            args, model_folder, eos_token_ids=tokenizer.eos_token_ids, token_id_ranges=tokenizer.token_id_ranges
+            args,
+            model_folder,
+            eos_token_ids=tokenizer.eos_token_ids,
+            token_id_ranges=tokenizer.token_id_ranges,
+            draft_folder=None if args.draft is None else resolve_draft(args.draft),
         )
         start_engine = partial(EngineClient.start, engine_timeout_s=args.engine_timeout)
         return uvloop.run(launch(server_config, engine_config, tokenizer, template, start_engine, sock))
@@ -112,6 +117,7 @@ def engine_config_of(
     *,
     eos_token_ids: tuple[int, ...],
     token_id_ranges: tuple[tuple[int, int], ...],
+    draft_folder: Path | None = None,
 ) -> EngineConfig:
     """What the engine process is built from."""
     return EngineConfig.checked(
@@ -133,4 +139,7 @@ def engine_config_of(
         token_id_ranges=token_id_ranges,
         seed=args.seed,
         enforce_eager=args.enforce_eager,
+        draft_path=None if draft_folder is None else str(draft_folder),
+        num_draft_tokens=args.num_draft_tokens,
+        draft_window=args.draft_window,
     )

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minserve import __version__
+from minserve.protocol import MAX_DRAFT_TOKENS
 
 NOT_SUPPORTED: dict[str, str] = {
-    "--draft": "",
-    "--num-draft-tokens": "",
     "--verify-drafts": "",
     "--speculative-config": "",
     "--speculative-algorithm": "",
@@ -125,6 +124,24 @@ def origins(text: str) -> list[str]:
         if not (isinstance(origin, str) and _ORIGIN.fullmatch(origin)):
             raise argparse.ArgumentTypeError(f"{origin!r} is no origin; write https://example.com, or * for all")
     return given
+
+
+def draft_tokens(text: str) -> int | None:
+    """An argparse type: how many drafts; None for auto."""
+    if text == "auto":
+        return None
+    try:
+        return number(int, 1, MAX_DRAFT_TOKENS)(text)  # type: ignore[no-any-return]
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; or auto") from None
+
+
+def draft_window(text: str) -> int:
+    """An argparse type: tokens, in whole blocks."""
+    size = parse_size(text)
+    if not 64 <= size <= 2**20 or size % 16:
+        raise argparse.ArgumentTypeError(f"must be a multiple of 16 from 64 to {2**20}, got {text}")
+    return size
 
 
 def _one(text: str) -> int:
@@ -298,6 +315,20 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         default=0.9,
         metavar="F",
         help="share of the GPU's memory to use (default 0.9)",
+    )
+    add("--draft", metavar="NAME", help="an EAGLE-3 head that drafts tokens: a folder or a Hugging Face name")
+    add(
+        "--num-draft-tokens",
+        type=draft_tokens,
+        metavar="N",
+        help="drafts a step, 1 to 8 (default auto: 0, 1 or 3, what pays)",
+    )
+    add(
+        "--draft-window",
+        type=draft_window,
+        default=2048,
+        metavar="N",
+        help="tokens that the head looks back (default 2048)",
     )
     add(
         "--enforce-eager",

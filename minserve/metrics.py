@@ -33,6 +33,9 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits_tokens),
     "vllm:num_preemptions": ("Requests preempted for lack of KV pages", lambda s: s.num_preemptions),
+    "vllm:spec_decode_num_drafts": ("Times that drafts of a request were verified", lambda s: s.num_drafts),
+    "vllm:spec_decode_num_draft_tokens": ("Draft tokens verified", lambda s: s.num_draft_tokens),
+    "vllm:spec_decode_num_accepted_tokens": ("Draft tokens that were right", lambda s: sum(s.accepted_at)),
     "minserve:steps": ("Steps of the engine", lambda s: s.num_steps),
 }
 
@@ -144,3 +147,11 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, help_text, labels=["model_name"])
             counter.add_metric([self._model_name], read(stats))
             yield counter
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were right, by their place behind the text",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(stats.accepted_at):
+            by_position.add_metric([self._model_name, str(position)], count)
+        yield by_position

@@ -101,6 +101,7 @@ class Delta(msgspec.Struct, kw_only=True, tag="delta", omit_defaults=True):
     prompt_logprobs comes once, with the first delta: one entry a prompt token, None for the first.
     cached_tokens: prompt tokens whose KV was found in the prefix cache (in the first delta and in the last);
     cached_host_tokens: those of them that were loaded from host memory.
+    draft_tokens, accepted_tokens: drafts of this request that were verified so far, and those that were right.
     stop_token_id: which token ended the text, if one did (it is in token_ids too).
     error: the reason, with finish_reason "error".
     """
@@ -113,6 +114,8 @@ class Delta(msgspec.Struct, kw_only=True, tag="delta", omit_defaults=True):
     stop_token_id: int | None = None
     cached_tokens: int | None = None
     cached_host_tokens: int | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     error: str | None = None
 
 
@@ -163,7 +166,8 @@ class Starting(msgspec.Struct, frozen=True, tag="starting"):
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine serves from now on; what it turned out to be.
 
-    vocab_size is the width of the logits; token ids of prompts and options must be below it.
+    vocab_size is the width of the logits; token ids of prompts and options must be below it. draft: what was found of a
+    draft head.
     """
 
     architecture: str
@@ -176,6 +180,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     kv_cache_bytes: int
     weights_bytes: int
     max_num_seqs: int
+    draft: str = ""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -22,6 +22,7 @@ from minserve.api.responses import (
     ChatMessage,
     ChatResponse,
     CompletionTokensDetails,
+    DraftTokensDetails,
     FunctionCall,
     FunctionCallDelta,
     PromptLogprobs,
@@ -120,7 +121,11 @@ class ChatAnswer:
         prompt = self._choices[0].submit.prompt_token_ids
         num_tokens = sum(choice.output.num_tokens for choice in self._choices)
         first = self._choices[0].output
-        counts = usage(len(prompt), num_tokens, first.cached_tokens, first.cached_host_tokens)
+        drafts = DraftTokensDetails(
+            sum(choice.output.draft_tokens for choice in self._choices),
+            sum(choice.output.accepted_tokens for choice in self._choices),
+        )
+        counts = usage(len(prompt), num_tokens, first.cached_tokens, first.cached_host_tokens, drafts)
         if self._service.reasoning is not None:
             num_reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers)
             counts.completion_tokens_details = CompletionTokensDetails(num_reasoning)

@@ -20,7 +20,14 @@ from minserve.api.generation import Choice, run
 from minserve.api.http import json_response
 from minserve.api.logprobs import completion_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_text, make_choices
-from minserve.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, usage
+from minserve.api.responses import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    DraftTokensDetails,
+    Usage,
+    usage,
+)
 from minserve.api.sampling import check_prompt_logprobs, check_token_ids, context_overflow, fit_context, sampling_params
 from minserve.api.schemas import MAX_CHOICES, CompletionRequest, parse
 from minserve.api.service import SERVICE, Service
@@ -231,6 +238,10 @@ class CompletionAnswer:
             sum(choice.output.num_tokens for choice in self._choices),
             sum(choice.output.cached_tokens for choice in per_prompt),
             sum(choice.output.cached_host_tokens for choice in per_prompt),
+            DraftTokensDetails(
+                sum(choice.output.draft_tokens for choice in self._choices),
+                sum(choice.output.accepted_tokens for choice in self._choices),
+            ),
         )
 
 

@@ -96,6 +96,7 @@ def describe(config: ServerConfig, info: Ready) -> list[str]:
         f"context {info.max_model_len} tokens; KV cache {info.num_pages} pages of {BLOCK_SIZE} tokens "
         f"({info.num_pages * BLOCK_SIZE} tokens, {info.kv_cache_bytes / 2**30:.2f} GiB)"
         + (f"; host KV {info.num_host_blocks * BLOCK_SIZE} tokens" if info.num_host_blocks else ""),
+        *([info.draft] if info.draft else []),
         f"up to {info.max_num_seqs} requests at once, {config.max_num_waiting} waiting; {keys}",
     ]
 

@@ -41,14 +41,23 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
+class DraftTokensDetails(msgspec.Struct):
+    """Drafts of the answer's tokens that were verified, and those that were right."""
+
+    draft_tokens: int
+    accepted_tokens: int
+
+
 class Usage(msgspec.Struct):
-    """completion_tokens_details: of chats with a model whose reasoning is told from its answers."""
+    """completion_tokens_details: of chats with a model whose reasoning is told from its answers. draft_tokens_details:
+    where the server drafts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    draft_tokens_details: DraftTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -221,7 +230,13 @@ class VersionResponse(msgspec.Struct):
     version: str
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int, num_cached_on_host: int) -> Usage:
+def usage(
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    num_cached_tokens: int,
+    num_cached_on_host: int,
+    drafts: DraftTokensDetails,
+) -> Usage:
     """The token counts of one request, all its choices together. num_cached_on_host: a part of num_cached_tokens."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
@@ -230,4 +245,5 @@ def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens:
         prompt_tokens_details=PromptTokensDetails(
             num_cached_tokens, CachedTokensDetails(num_cached_tokens - num_cached_on_host, num_cached_on_host)
         ),
+        draft_tokens_details=drafts if drafts.draft_tokens else UNSET,
     )

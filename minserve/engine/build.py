@@ -32,6 +32,7 @@ from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
 from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
+from minserve.models.eagle3 import Eagle3Head
 from minserve.protocol import MAX_DRAFT_TOKENS, MAX_MODEL_END_TOKEN_IDS, Ready
 from minserve.runner.attention import KVContext
 from minserve.runner.decode import Decode, StepKind
@@ -79,7 +80,8 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     device, dtype = machine.device, machine.dtype
     model, weights_bytes = _load(config, model_config, device, dtype, progress)
     model.set_max_positions(config.max_model_len or model_config.max_position_embeddings)
-    new_drafter = _load_drafter(config, model, machine)
+    head = _load_head(config, model, machine)
+    new_drafter = partial(_drafter, head, config.draft_window)
     kv_bytes = kv_cache_bytes(config, device, _workspace_bytes(model, machine, new_drafter))
     max_model_len, num_pages = choose_context(config, model_config, dtype, machine.max_num_seqs, kv_bytes)
     pages = KVPages(model_config, num_pages, dtype, device)
@@ -115,6 +117,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         kv_cache_bytes=pages.kv.nbytes,
         weights_bytes=weights_bytes,
         max_num_seqs=machine.max_num_seqs,
+        draft="" if head is None else head.describe(),
     )
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
     return Engine(scheduler, lanes, runner, run_ahead=run_ahead, info=info)
@@ -139,16 +142,21 @@ def _choose_drafts(config: EngineConfig) -> DraftLengths:
     return AdaptiveLength() if config.num_draft_tokens is None else FixedLength(config.num_draft_tokens)
 
 
-def _load_drafter(config: EngineConfig, model: CausalLM, machine: _Machine) -> Callable[[Lanes], Drafter | NoDrafter]:
-    """What makes a drafter for lanes."""
+def _load_head(config: EngineConfig, model: CausalLM, machine: _Machine) -> Eagle3Head | None:
     if config.draft_path is None:
-        return lambda lanes: NoDrafter()
+        return None
     head = load_eagle3(Path(config.draft_path), model.config, device=machine.device, dtype=machine.dtype)
     head.share_with(model)
     # Chains of drafts go beyond the text's end, and so do launched steps that turn out to be too many.
     head.set_max_positions(model.rope_table.shape[0] + 4 * MAX_DRAFT_TOKENS)
-    window = min(config.draft_window, head.config.window or config.draft_window) // BLOCK_SIZE * BLOCK_SIZE
-    return lambda lanes: Drafter(head, lanes, window)
+    return head
+
+
+def _drafter(head: Eagle3Head | None, window: int, lanes: Lanes) -> Drafter | NoDrafter:
+    if head is None:
+        return NoDrafter()
+    trained = head.config.window or window
+    return Drafter(head, lanes, max(64, min(window, trained) // BLOCK_SIZE * BLOCK_SIZE))
 
 
 def _workspace_bytes(model: CausalLM, machine: _Machine, new_drafter: Callable[[Lanes], Drafter | NoDrafter]) -> int:

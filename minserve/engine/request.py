@@ -47,6 +47,8 @@ class Request:
     num_computed: int = 0
     num_in_flight: int = 0
     num_drafts_in_flight: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     is_set_up: bool = False
     found: Cached = NOTHING_CACHED
     cached: Cached | None = None
@@ -183,7 +185,13 @@ class Request:
 
     def next_delta(self) -> Delta:
         """What is to be said of it now, but for its tokens; the first delta and the last say more than others."""
-        delta = Delta(request_id=self.id, finish_reason=self.finish_reason, stop_token_id=self.stop_token_id)
+        delta = Delta(
+            request_id=self.id,
+            finish_reason=self.finish_reason,
+            stop_token_id=self.stop_token_id,
+            draft_tokens=self.num_drafted,
+            accepted_tokens=self.num_accepted,
+        )
         if self.awaits_prompt_logprobs and self.finish_reason != "abort":
             delta.prompt_logprobs = self.prompt_logprobs
         if not self.first_delta_sent or self.finish_reason is not None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 CHOICES = (0, 1, 3)
-MEMORY = 0.95
-"""Of a running mean, what is kept when a new value comes."""
+MEMORY = 100
+"""A running mean is of about so many values."""
 
 LOOK_AGAIN = 50
-"""After so many steps another length is tried, since texts and batches change."""
+LOOKS = (3, 1, 3, 0)
+"""Of so many steps the first try these lengths, since texts and batches change: what did not pay may pay now."""
 
 
 class DraftLengths(Protocol):
@@ -62,8 +63,8 @@ class AdaptiveLength:
     usual = CHOICES
 
     def __init__(self) -> None:
-        self._right: dict[tuple[int, int], float] = {}
-        self._seconds: dict[tuple[int, int], float] = {}
+        self._right: dict[tuple[int, int], _Mean] = {}
+        self._seconds: dict[tuple[int, int], _Mean] = {}
         self._num_steps = 0
 
     def choose(self, lengths: Sequence[int]) -> int:
@@ -75,17 +76,17 @@ class AdaptiveLength:
         unknown = [number for number in reversed(CHOICES) if (size, number) not in self._seconds]
         if unknown:
             return unknown[0]
-        if self._num_steps % LOOK_AGAIN == 0:
-            return CHOICES[self._num_steps // LOOK_AGAIN % len(CHOICES)]
-        return max(CHOICES, key=lambda number: self._tokens(lengths, number) / self._seconds[size, number])
+        if self._num_steps % LOOK_AGAIN < len(LOOKS):
+            return LOOKS[self._num_steps % LOOK_AGAIN]
+        return max(CHOICES, key=lambda number: self._tokens(lengths, number) / self._seconds[size, number].value)
 
     def note(self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None) -> None:
         """See `DraftLengths`."""
         for length, count in zip(lengths, accepted, strict=True):
             for number in range(min(count + 1, num_drafts)):
-                _mix(self._right, (_kind(length), number), float(number < count))
+                self._right.setdefault((_kind(length), number), _Mean(0.5)).add(float(number < count))
         if seconds is not None:
-            _mix(self._seconds, (len(lengths).bit_length(), num_drafts), seconds)
+            self._seconds.setdefault((len(lengths).bit_length(), num_drafts), _Mean(seconds)).add(seconds)
 
     def _tokens(self, lengths: Sequence[int], num_drafts: int) -> float:
         """How many tokens a step is expected to give."""
@@ -94,7 +95,8 @@ class AdaptiveLength:
             likely = 1.0
             total += likely
             for number in range(num_drafts):
-                likely *= self._right.get((_kind(length), number), 0.5)
+                known = self._right.get((_kind(length), number))
+                likely *= 0.5 if known is None else known.value
                 total += likely
         return total
 
@@ -103,7 +105,13 @@ def _kind(length: int) -> int:
     return (length // 512).bit_length()
 
 
-def _mix(means: dict[tuple[int, int], float], key: tuple[int, int], value: float) -> None:
-    """Take a value into a running mean."""
-    old = means.get(key)
-    means[key] = value if old is None else MEMORY * old + (1 - MEMORY) * value
+class _Mean:
+    """A running mean, which begins with one value that nobody saw."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self._count = 1
+
+    def add(self, value: float) -> None:
+        self._count = min(self._count + 1, MEMORY)
+        self.value += (value - self.value) / self._count
