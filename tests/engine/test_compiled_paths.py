@@ -24,6 +24,7 @@ from minserve.kernels.step_inputs import step_inputs_triton
 from minserve.runner.decode import StepKind
 from minserve.runner.graphs import DecodeGraphs
 from minserve.runner.prefill import FlashShapes
+from tests.engine.heads import write_head
 from tests.engine.tiny import CONFIG, VOCAB, finish, submit, tiny_engine
 
 pytestmark = [
@@ -47,6 +48,12 @@ KERNELS = {
         "norm_rope_store": norm_rope_store_triton,
         "gather_keys": gather_keys_triton,
         "merge_attention": merge_attention_triton,
+    },
+    "minserve.spec.draft": {
+        "norm_rope_store": norm_rope_store_triton,
+        "decode_batch": lambda page_table, lanes, lengths, _: DecodeBatch(page_table, lanes, lengths, None),
+        "decode_attention": decode_attention_triton,
+        "draw": draw_triton,
     },
     "minserve.runner.decode": {"step_inputs": step_inputs_triton},
     "minserve.runner.sampler": {
@@ -75,20 +82,23 @@ def triton_kernels():
         yield
 
 
-def compiled_engine(folder, **options):
+def compiled_engine(folder, num_drafts, **options):
     """An engine whose steps are recorded and padded, and whose prefill has fixed shapes."""
+    if num_drafts:
+        options |= {"draft_path": str(write_head(folder / "head", hidden=48, head_dim=64)), "draft_window": 64}
+        options["num_draft_tokens"] = num_drafts
     engine = tiny_engine(folder, MODEL, max_num_seqs=5, max_num_batched_tokens=24, **options)
     runner = engine._runner
     graphs = DecodeGraphs(
         runner._decode,
         Again,
         max_lanes=5,
-        most_drafts=0,
+        most_drafts=num_drafts,
         vocab_size=VOCAB,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    graphs.capture([StepKind(), StepKind(adjusted=True)], lambda *_: None)
+    graphs.capture([StepKind(num_drafts, num_drafts)], lambda *_: None)
     runner._decode, runner._shapes = graphs, FlashShapes.for_chunks_of(24)
     return engine
 
@@ -114,10 +124,11 @@ def answers(engine):
 
 
 @pytest.mark.slow
-def test_kernels_recorded_steps_and_fixed_shapes_give_the_answers_of_the_references(tmp_path):
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_kernels_recorded_steps_and_fixed_shapes_give_the_answers_of_the_references(tmp_path, num_drafts):
     tokens, logprobs = answers(tiny_engine(tmp_path, MODEL))
     with triton_kernels():
-        compiled_tokens, compiled_logprobs = answers(compiled_engine(tmp_path, run_ahead=1))
+        compiled_tokens, compiled_logprobs = answers(compiled_engine(tmp_path, num_drafts, run_ahead=1))
     assert compiled_tokens == tokens
     for name, own in logprobs.items():
         assert compiled_logprobs[name] == pytest.approx(own, abs=1e-4)
