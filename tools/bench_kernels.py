@@ -230,7 +230,7 @@ def bench_elementwise(clock: Clock) -> None:
 
 
 def bench_sampling(clock: Clock) -> None:
-    from minserve.kernels.sampling import SamplingState, sample
+    from minserve.kernels.sampling import SamplingState, draw
 
     for rows in (1, 64, 256):
         logits = [random(rows, VOCAB, scale=2.0) for _ in range(max(4, min(16, 1024 // rows)))]
@@ -246,10 +246,9 @@ def bench_sampling(clock: Clock) -> None:
                 min_p=torch.zeros(rows, device=DEVICE),
                 top_k=torch.full((rows,), top_k, device=DEVICE),
                 seed=torch.arange(2 * rows, device=DEVICE).view(rows, 2),
-                last_token=torch.zeros_like(lanes),
                 num_tokens=torch.zeros_like(lanes),
             )
-            ops[name] = functools.partial(sample, lanes=lanes, state=state)
+            ops[name] = functools.partial(draw, lanes=lanes, state=state)
         for name, op in ops.items():
             calls: list[Call] = [functools.partial(op, each) for each in logits]
             num_bytes = 2.0 * rows * VOCAB

@@ -109,6 +109,12 @@ async def test_usage_counts_the_prompt_once_and_all_choices(running):
     }
 
 
+async def test_usage_says_how_many_drafts_were_right(running):
+    running.engine.share_accepted = 0.5
+    answer = await running.chat(n=2)
+    assert answer["usage"]["draft_tokens_details"] == {"draft_tokens": 16, "accepted_tokens": 8}
+
+
 async def test_max_tokens_default_to_the_rest_of_the_context(start):
     running = await start(engine_options={"max_model_len": 200})
     await running.chat()
