@@ -15,7 +15,8 @@ from pathlib import Path
 
 from minserve.config import EngineConfig, ServerConfig
 from minserve.errors import ConfigError
-from minserve.flags import api_key, parse_args
+from minserve.flag_values import api_key
+from minserve.flags import parse_args
 from minserve.logs import set_up_logs
 
 EXIT_CONFIG = 2

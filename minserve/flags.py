@@ -1,19 +1,26 @@
 """The flags of the command: names, aliases, values, one line of help each.
 
-Owns: how sizes and numbers are spelled, and the flags of other servers that this version refuses.
+Owns: the flags, and those of other servers that this version refuses.
 Does not know: what the flags do.
 """
 
 import argparse
-import json
-import math
-import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from minserve import __version__
-from minserve.protocol import MAX_DRAFT_TOKENS
+from minserve.flag_values import (
+    api_key,
+    draft_tokens,
+    draft_window,
+    file_text,
+    number,
+    only_one,
+    origins,
+    parse_size,
+    parse_size_or_zero,
+    rope_scaling,
+)
 
 NOT_SUPPORTED: dict[str, str] = {
     "--verify-drafts": "",
@@ -40,114 +47,6 @@ NOT_SUPPORTED: dict[str, str] = {
     "--chat-template-content-format": "",
 }
 """Flags of vLLM, of SGLang and of later versions, with why or what instead."""
-
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<suffix>i?[bB])?")
-
-
-_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
-
-
-def parse_size(text: str) -> int:
-    """A count of tokens or bytes: 8192, 64k, 8GiB. As in vLLM, k m g t are thousands and K M G T powers of 1024;
-    with a B behind, the standards hold: kB and GB are thousands, KiB and GiB powers of 1024.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 8192, 64k, 8G or 8GiB")
-    unit, suffix = match["unit"], match["suffix"] or ""
-    binary = suffix.startswith("i") or (unit.isupper() and not suffix)
-    power = " kmgt".index(unit.lower()) if unit else 0
-    size = float(match["number"]) * (1024 if binary else 1000) ** power
-    if not size.is_integer() or size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(size)
-
-
-def parse_size_or_zero(text: str) -> int:
-    """An argparse type: a size as parse_size takes it, or 0."""
-    return 0 if text.strip() == "0" else parse_size(text)
-
-
-def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """An argparse type: a finite number from low to high."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not low <= value <= high or value == math.inf:
-            allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
-        return value
-
-    return parse
-
-
-def rope_scaling(text: str) -> dict[str, Any]:
-    """An argparse type: a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError('must be a JSON object, such as {"rope_type": "yarn", "factor": 4.0}')
-    return value
-
-
-def file_text(path: str) -> str:
-    """An argparse type: the text of a file."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise argparse.ArgumentTypeError(f"{path} is not UTF-8") from None
-
-
-def api_key(text: str) -> str:
-    """An argparse type: a key that a header can carry."""
-    if not text or not text.isprintable() or text != text.strip():
-        raise argparse.ArgumentTypeError("must not be empty nor begin or end with a space")
-    return text
-
-
-def origins(text: str) -> list[str]:
-    """An argparse type: an origin, "*", or vLLM's JSON list of them."""
-    given = [text]
-    if text.startswith("["):
-        try:
-            given = json.loads(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    for origin in given:
-        if not (isinstance(origin, str) and _ORIGIN.fullmatch(origin)):
-            raise argparse.ArgumentTypeError(f"{origin!r} is no origin; write https://example.com, or * for all")
-    return given
-
-
-def draft_tokens(text: str) -> int | None:
-    """An argparse type: how many drafts; None for auto."""
-    if text == "auto":
-        return None
-    try:
-        return number(int, 1, MAX_DRAFT_TOKENS)(text)  # type: ignore[no-any-return]
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}; or auto") from None
-
-
-def draft_window(text: str) -> int:
-    """An argparse type: tokens, in whole blocks."""
-    size = parse_size(text)
-    if not 64 <= size <= 2**20 or size % 16:
-        raise argparse.ArgumentTypeError(f"must be a multiple of 16 from 64 to {2**20}, got {text}")
-    return size
-
-
-def _one(text: str) -> int:
-    if text != "1":
-        raise argparse.ArgumentTypeError(f"only 1 is supported by this version, got {text}")
-    return 1
 
 
 class _Refuse(argparse.Action):
@@ -206,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_flags(parser.add_argument_group("model"))
     _add_server_flags(parser.add_argument_group("server"))
     _add_engine_flags(parser.add_argument_group("engine"))
+    _add_draft_flags(parser.add_argument_group("speculation"))
     general = parser.add_argument_group("general")
     general.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default info"
@@ -316,20 +216,6 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         metavar="F",
         help="share of the GPU's memory to use (default 0.9)",
     )
-    add("--draft", metavar="NAME", help="an EAGLE-3 head that drafts tokens: a folder or a Hugging Face name")
-    add(
-        "--num-draft-tokens",
-        type=draft_tokens,
-        metavar="N",
-        help="drafts a step, 1 to 8 (default auto: 0, 1 or 3, what pays)",
-    )
-    add(
-        "--draft-window",
-        type=draft_window,
-        default=2048,
-        metavar="N",
-        help="tokens that the head looks back (default 2048)",
-    )
     add(
         "--enforce-eager",
         "--disable-cuda-graph",
@@ -345,5 +231,30 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     add("--disable-radix-cache", dest="enable_prefix_caching", action="store_false", help=argparse.SUPPRESS)
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="of dummy weights (default 0)")
     add(
-        "-tp", "--tensor-parallel-size", "--tp-size", "--tp", type=_one, default=1, metavar="1", help="GPUs: only 1 yet"
+        "-tp",
+        "--tensor-parallel-size",
+        "--tp-size",
+        "--tp",
+        type=only_one,
+        default=1,
+        metavar="1",
+        help="GPUs: only 1 yet",
+    )
+
+
+def _add_draft_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--draft", metavar="NAME", help="an EAGLE-3 head that drafts tokens: a folder or a Hugging Face name")
+    add(
+        "--num-draft-tokens",
+        type=draft_tokens,
+        metavar="N",
+        help="drafts a step, 1 to 8 (default auto: 0, 1 or 3, what pays)",
+    )
+    add(
+        "--draft-window",
+        type=draft_window,
+        default=2048,
+        metavar="N",
+        help="tokens that the head looks back (default 2048)",
     )

@@ -8,7 +8,8 @@ import pytest
 from minserve import __version__
 from minserve.cli import engine_config_of, main, server_config_of
 from minserve.errors import ConfigError
-from minserve.flags import NOT_SUPPORTED, parse_args, parse_size
+from minserve.flag_values import parse_size
+from minserve.flags import NOT_SUPPORTED, parse_args
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +105,23 @@ def test_sglangs_names_are_taken_too(tmp_path):
     assert server.served_model_names == ("org/name",)
     assert (engine.max_model_len, engine.gpu_memory_utilization) == (4096, 0.8)
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.enable_prefix_caching) == (3, 256, False)
+
+
+def test_a_draft_head_is_a_folder_and_its_drafts_are_auto_or_a_number(tmp_path):
+    assert configs(tmp_path)[1].draft_path is None
+    engine = configs(tmp_path, "--draft", "x", "--num-draft-tokens", "3", "--draft-window", "1024")[1]
+    assert (engine.num_draft_tokens, engine.draft_window) == (3, 1024)
+    assert configs(tmp_path, "--draft", "x", "--num-draft-tokens", "auto")[1].num_draft_tokens is None
+
+
+@pytest.mark.parametrize("text", ["0", "9", "1.5", "some"])
+def test_a_number_of_drafts_is_auto_or_1_to_8(capsys, text):
+    assert "or auto" in refusal(capsys, "--num-draft-tokens", text)
+
+
+@pytest.mark.parametrize("text", ["0", "16", "100", "2M"])
+def test_a_draft_window_is_in_whole_blocks(capsys, text):
+    assert "--draft-window" in refusal(capsys, "--draft-window", text)
 
 
 def test_a_key_may_come_from_the_environment_and_the_flag_wins(tmp_path, monkeypatch):
