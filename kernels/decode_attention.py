@@ -58,7 +58,7 @@ def decode_batch(page_table: torch.Tensor, lanes: torch.Tensor, lengths: torch.T
     """Rows of `entries` sequences, the same number of each, one entry's after the other's.
 
     page_table: [num_lanes, max_blocks] int32, the page of each block of each lane; anything past a lane's end.
-    lanes: [entries] int64. -1 is padding, on CUDA only: it costs nothing, and what comes out of its rows is undefined.
+    lanes: [entries] int64. -1 is padding: on CUDA it costs nothing; what comes out of its rows is undefined.
     lengths: [rows] int64: how many keys each row sees, at least one; rows of one entry differ by few. Their keys and
     values are finite; what lies behind them in their last page may be anything on CUDA, and is finite on a CPU.
     kv: the pages of any layer, as in `decode_attention`.
@@ -87,6 +87,7 @@ def _gather_keys(
     page_table: torch.Tensor, lanes: torch.Tensor, lengths: torch.Tensor, kv: torch.Tensor
 ) -> GatheredKeys:
     entries, rows, block_size = lanes.shape[0], lengths.shape[0], kv.shape[3]
+    lanes, lengths = lanes.clamp_min(0), lengths.clamp_min(1)  # padding reads somebody's first key
     num_keys = int(lengths.max())
     num_blocks = -(-num_keys // block_size)
     table = page_table[lanes, :num_blocks]

@@ -31,7 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
     max_num_seqs: requests that run at once. None: 256 on a GPU, 64 on a CPU.
     max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
-        None: 2048 on a GPU, 512 on a CPU, where a step of 2048 would hold up all streams for seconds.
+        None: 2048 beside the decodes on a GPU, 512 on a CPU, where 2048 would hold up all streams for seconds.
     draft_path: a local folder with an EAGLE-3 head; None: no speculation.
     num_draft_tokens: drafts of each step; None: 0, 1 or 3, whichever pays.
     draft_window: tokens that the head sees of a text, beside the first ones; a multiple of 16.

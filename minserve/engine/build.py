@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from minserve.models.eagle3 import Eagle3Head
 from minserve.protocol import MAX_DRAFT_TOKENS, MAX_MODEL_END_TOKEN_IDS, Ready
 from minserve.runner.attention import KVContext
 from minserve.runner.decode import Decode, StepKind
-from minserve.runner.graphs import CudaRecorder, DecodeGraphs
+from minserve.runner.graphs import CudaRecorder, DecodeGraphs, graph_sizes
 from minserve.runner.prefill import KEY_STEP, FlashShapes
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
@@ -155,8 +156,8 @@ def _load_head(config: EngineConfig, model: CausalLM, machine: _Machine) -> Eagl
 def _drafter(head: Eagle3Head | None, window: int, lanes: Lanes) -> Drafter | NoDrafter:
     if head is None:
         return NoDrafter()
-    trained = head.config.window or window
-    return Drafter(head, lanes, max(64, min(window, trained) // BLOCK_SIZE * BLOCK_SIZE))
+    sizes = (window, head.config.window or window, head.rope_table.shape[0])
+    return Drafter(head, lanes, max(64, min(sizes) // BLOCK_SIZE * BLOCK_SIZE))
 
 
 def _workspace_bytes(model: CausalLM, machine: _Machine, new_drafter: Callable[[Lanes], Drafter | NoDrafter]) -> int:
@@ -168,7 +169,7 @@ def _workspace_bytes(model: CausalLM, machine: _Machine, new_drafter: Callable[[
         new_drafter,
         torch.empty(0, dtype=machine.dtype, device=machine.device),
         num_tokens=machine.max_num_batched_tokens,
-        num_lanes=machine.max_num_seqs,
+        num_lanes=graph_sizes(machine.max_num_seqs)[-1],
         num_drafts=machine.drafts.most,
         shapes=machine.shapes,
     )
@@ -204,7 +205,8 @@ def _runner(
         dtype=machine.dtype,
         device=machine.device,
     )
-    kinds = [StepKind(number, number, adjusted) for number in machine.drafts.usual for adjusted in (False, True)]
+    usual = machine.drafts.usual
+    kinds = [StepKind(*kind) for kind in product(usual, usual, (False, True))]
     graphs.capture(kinds, partial(progress, "CUDA graphs"))
     return Runner(model, context, sampler, graphs, drafter, machine.shapes)
 

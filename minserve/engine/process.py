@@ -8,6 +8,7 @@ The first message in is an EngineConfig; then ToEngine messages. Out come FromEn
 nobody is left to serve, and the process ends at once.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -137,6 +138,9 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         engine = build_engine(channel.receive_config(), _reporter(channel))
+        # What lives for ever need not be looked at by every collection: one takes as long as some steps.
+        gc.collect()
+        gc.freeze()
         channel.send(engine.info)
         EngineLoop(engine, channel).run()
     except EOFError:

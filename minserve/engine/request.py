@@ -87,11 +87,11 @@ class Request:
 
     def num_next(self, budget: int, step: int) -> int:
         """How many tokens it computes next: all that are pending, or as many as the budget allows. A chunk that is not
-        the last ends at a multiple of `step` if it reaches one."""
+        the last ends at a multiple of `step`, unless a quarter of the budget were lost by that."""
         if self.num_pending <= budget:
             return self.num_pending
-        end = (self.num_computed + budget) // step * step
-        return end - self.num_computed if end > self.num_computed else budget
+        count = (self.num_computed + budget) // step * step - self.num_computed
+        return count if 4 * count >= 3 * budget else budget
 
     def reach(self, count: int, num_drafts: int) -> int:
         """Up to how many tokens may have KV when it has computed `count` more: rows and drafts may stand as far as the

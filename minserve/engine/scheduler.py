@@ -34,7 +34,7 @@ class Scheduler:
 
     max_num_batched_tokens must be enough for the rows of max_num_seqs decodes, so that a prefill beside them always
     gets a token.
-    chunk_step: a prompt's chunk that is not its last ends at a multiple of it, if the budget reaches that far.
+    chunk_step: a prompt's chunk that is not its last ends at a multiple of it, where that costs little of the budget.
     blocks must have pages for max_model_len tokens beside the prefill_reserve (see `PrefillReserve`), so that every
     request that is accepted can finish alone.
     """

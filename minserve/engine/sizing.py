@@ -61,7 +61,7 @@ def choose_batch(config: EngineConfig, device: torch.device, num_drafts: int) ->
             num_seqs = max(1, min(num_seqs, num_tokens // (1 + num_drafts)))
     rows = num_seqs * (1 + num_drafts)
     if num_tokens is None:
-        num_tokens = max(512 if device.type == "cpu" else 2048, rows)
+        num_tokens = max(512, rows) if device.type == "cpu" else 2048 + rows
     if num_tokens < rows:
         drafts = f" with {num_drafts} drafts each" if num_drafts else ""
         raise ConfigError(

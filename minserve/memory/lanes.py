@@ -39,6 +39,8 @@ class Lanes:
     def __init__(self, num_lanes: int, max_blocks: int, vocab_size: int, device: torch.device) -> None:
         self.num_lanes = num_lanes
         self.device = device
+        # A multiple of 4, so that every lane's row begins at 16 bytes: kernels are compiled for that.
+        max_blocks = -(-max_blocks // 4) * 4
         self._max_blocks = max_blocks
 
         def table(dtype: torch.dtype, *shape: int, fill: int = 0) -> torch.Tensor:
@@ -85,7 +87,8 @@ class Lanes:
     @property
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
+        tables = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+        return sum(table.nbytes for table in tables if table is not self.drafts)  # a view of another
 
     def set_drafts(self, lane_ids: torch.Tensor, drafts: Sequence[torch.Tensor]) -> None:
         """Propose drafts for some lanes, and no others. lane_ids: [entries] int64, -1: padding; drafts: one tensor

@@ -64,6 +64,11 @@ class Decode:
         self._sampler = sampler
         self._drafter = drafter
 
+    @property
+    def has_drafter(self) -> bool:
+        """Whether `propose` does anything."""
+        return bool(self._drafter.aux_layers)
+
     def forward(self, lane_ids: torch.Tensor, num_drafts: int, aux: torch.Tensor) -> torch.Tensor:
         """Each lane's newest token, and its drafts. Returns logits [lanes * rows, vocab] in the model's dtype.
 

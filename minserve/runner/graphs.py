@@ -28,7 +28,8 @@ class Replay(Protocol):
 
 
 Recorder = Callable[[Callable[[], None]], Replay]
-"""Records what a function does on the device. The function is called more than once meanwhile."""
+"""Records what a function does on the device. The function is called meanwhile, more than once, and must launch
+something; that it touches nobody is the caller's business."""
 
 
 class CudaRecorder:
@@ -73,6 +74,7 @@ class DecodeGraphs:
         self._aux = decode.new_aux(rows).zero_()
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._counts = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._loaded: list[int] = []
         self._graphs: dict[tuple[str, int, int, int], Replay] = {}
 
     @torch.inference_mode()
@@ -91,7 +93,9 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= len(lanes))
         parts = self._parts(size, kind)
         padded = [*lanes, *[PADDING] * (size - len(lanes))]
-        self._lane_ids[:size].copy_(to_device(padded, torch.int64, self._lane_ids.device))
+        if padded != self._loaded:
+            self._lane_ids[:size].copy_(to_device(padded, torch.int64, self._lane_ids.device))
+            self._loaded = padded
         for part in parts:
             part.replay()
         num_rows = len(lanes) * (1 + kind.num_drafts)
@@ -101,15 +105,18 @@ class DecodeGraphs:
     def _parts(self, size: int, kind: StepKind) -> list[Replay]:
         """The graphs of such a step."""
         drafts, proposals, adjusted = kind
-        return [
+        parts = [
             self._part(("forward", size, drafts, 0), self._forward),
             self._part(("sample", size, drafts, int(adjusted)), self._sample),
-            self._part(("propose", size, drafts, proposals), self._propose),
         ]
+        if self._decode.has_drafter:
+            parts.append(self._part(("propose", size, drafts, proposals), self._propose))
+        return parts
 
     def _part(self, key: tuple[str, int, int, int], function: Callable[[int, int, int], None]) -> Replay:
         if key not in self._graphs:
             self._lane_ids.fill_(PADDING)  # so that nothing of any lane is touched meanwhile
+            self._loaded = []
             self._graphs[key] = self._record(partial(function, *key[1:]))
         return self._graphs[key]
 

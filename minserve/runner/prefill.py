@@ -32,7 +32,7 @@ from minserve.memory.transfer import to_device
 from minserve.runner.attention import KVContext
 
 KEY_STEP = 1024
-PIECE_KEYS = (8 * KEY_STEP, KEY_STEP)
+PIECE_KEYS = (8 * KEY_STEP, 2 * KEY_STEP, KEY_STEP)
 """Sizes of the pieces that earlier KV is cut into, the largest first; the last is the step."""
 
 

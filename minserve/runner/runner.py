@@ -22,7 +22,7 @@ from minserve.runner.sampler import Sampler
 from minserve.spec.draft import Drafter, NoDrafter
 
 LOGIT_ROWS = 128
-"""Prompt rows whose logits are held at once, when a prompt's log probabilities are wanted: 128 x 152K x 4 B = 78 MB."""
+"""Rows whose log probabilities are worked out at once: 128 x 152K x 4 B = 78 MB, several times over."""
 
 
 class DecodeRunner(Protocol):
@@ -79,18 +79,17 @@ class Runner:
         hidden = torch.split(states, [len(chunk.token_ids) for chunk in chunks])
         for chunk, rows in zip(chunks, hidden, strict=True):
             step.prompt_logprobs.append(self._prompt_logprobs(chunk, rows))
+        if not samples:
+            self._drafter.read(chunks, aux, token_ids[:0])
+            return
         lane_ids = to_device([sample.lane for sample in samples], torch.int64, device)
-        sampled = lane_ids[:0]
-        if samples:
-            ends = to_device(_last_rows(chunks), torch.int64, device)
-            logits = self._model.logits(states[ends])
-            adjusted = any(sample.adjusted for sample in samples)
-            tokens, counts = self._sampler.sample(logits, lane_ids, adjusted=adjusted)
-            self._report(Decoded(logits, tokens, counts), samples, step)
-            sampled = tokens[:, 0]
-        self._drafter.read(chunks, aux, sampled)
-        if samples:
-            self._drafter.propose(aux[ends], tokens, counts, lane_ids, plan.num_proposals)
+        ends = to_device(_last_rows(chunks), torch.int64, device)
+        logits = self._model.logits(states[ends])
+        adjusted = any(sample.adjusted for sample in samples)
+        tokens, counts = self._sampler.sample(logits, lane_ids, adjusted=adjusted)
+        self._report(Decoded(logits, tokens, counts), samples, step)
+        self._drafter.read(chunks, aux, tokens[:, 0])
+        self._drafter.propose(aux[ends], tokens, counts, lane_ids, plan.num_proposals)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[Logprobs]:
         """What the chunk says of the prompt tokens after its rows."""
@@ -107,13 +106,13 @@ class Runner:
         """Send tokens to the host, and their log probabilities where they are wanted."""
         num_rows = decoded.tokens.shape[1]
         lanes = [number for number, sample in enumerate(samples) if sample.logprobs is not None]
-        logprobs = None
-        if lanes:
-            rows = [number * num_rows + row for number in lanes for row in range(num_rows)]
-            at = to_device(rows, torch.int64, decoded.logits.device)
-            num_top = [samples[number].logprobs or 0 for number in lanes for _ in range(num_rows)]
+        rows = [(number * num_rows + row, samples[number].logprobs or 0) for number in lanes for row in range(num_rows)]
+        logprobs = []
+        for begin in range(0, len(rows), LOGIT_ROWS):
+            own, num_top = zip(*rows[begin : begin + LOGIT_ROWS], strict=True)
+            at = to_device(own, torch.int64, decoded.logits.device)
             logits = self._sampler.masked(decoded.logits[at])
-            logprobs = Logprobs.of(logits, decoded.tokens.flatten()[at], num_top)
+            logprobs.append(Logprobs.of(logits, decoded.tokens.flatten()[at], num_top))
         step.parts.append(Part(to_host(decoded.tokens), to_host(decoded.counts), lanes, logprobs))
 
 
@@ -130,14 +129,14 @@ class Part(NamedTuple):
     tokens: torch.Tensor
     counts: torch.Tensor
     reported: Sequence[int]
-    logprobs: Logprobs | None
+    logprobs: Sequence[Logprobs]
 
     def text(self) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
         """Each lane's tokens, and their log probabilities if these were wanted."""
         counts = self.counts.tolist()
         token_ids = [own[:count] for own, count in zip(self.tokens.tolist(), counts, strict=True)]
         reports: list[list[TokenLogprobs] | None] = [None] * len(counts)
-        entries = [] if self.logprobs is None else self.logprobs.entries()
+        entries = [entry for logprobs in self.logprobs for entry in logprobs.entries()]
         num_rows = self.tokens.shape[1]
         for number, lane in enumerate(self.reported):
             reports[lane] = entries[number * num_rows :][: counts[lane]]

@@ -38,29 +38,44 @@ def workspace_bytes(
     like: any tensor of the dtype and on the device of the model.
     """
     config, device = model.config, like.device
-    lanes = Lanes(num_lanes, blocks_for(num_tokens), config.vocab_size, device)
+    context_len = model.rope_table.shape[0]
+    lanes = Lanes(num_lanes, blocks_for(context_len), config.vocab_size, device)
     drafter = new_drafter(lanes)
-    pages = KVPages(config, blocks_for(num_tokens), like.dtype, device)
-    lanes.page_table[:] = torch.arange(pages.num_pages, dtype=torch.int32, device=device)
+    pages = KVPages(config, 1, like.dtype, device)  # every block of every lane: what is in it does not matter
     context = KVContext(pages.kv, lanes.page_table, model.rope_table, config.rms_norm_eps)
     sampler = Sampler(lanes, config.vocab_size, ())
     decode = Decode(model, context, lanes, sampler, drafter)
     runner = Runner(model, context, sampler, decode, drafter, shapes)
     nobody = torch.full((num_lanes,), PADDING, dtype=torch.int64, device=device)
-    chunk = Chunk(lane=0, start=0, token_ids=[0] * num_tokens, samples=True)
-    sample = Sample(lane=0, logprobs=None, adjusted=True)
+    chunks = _longest_chunks(num_tokens, num_lanes, context_len, at_the_end=shapes is not None)
 
     def prefill() -> None:
-        runner.run(StepPlan(step=0, chunks=[chunk], samples=[sample], num_proposals=num_drafts)).result()
+        samples = [Sample(lane=chunk.lane, logprobs=0, adjusted=True) for chunk in chunks]
+        runner.run(StepPlan(step=0, chunks=chunks, samples=samples, num_proposals=num_drafts)).result()
 
     def decode_step() -> None:
         aux = decode.new_aux(num_lanes * (1 + num_drafts))
         logits = decode.forward(nobody, num_drafts, aux)
+        decode.sample(logits, nobody, adjusted=False)
         decode.propose(aux, *decode.sample(logits, nobody, adjusted=True), nobody, num_drafts)
 
     rows = num_lanes * (1 + num_drafts)
     kept = lanes.nbytes + drafter.nbytes + rows * config.vocab_size * like.itemsize  # tables, and the graphs' logits
-    return kept + _peak_bytes(prefill, device) + _peak_bytes(decode_step, device)
+    prefill_bytes, decode_bytes = _peak_bytes(prefill, device), _peak_bytes(decode_step, device)
+    # Decodes run once as they stand before they are captured, where prefills run too, and keep their own after that.
+    return kept + max(prefill_bytes, decode_bytes) + decode_bytes
+
+
+def _longest_chunks(num_tokens: int, num_lanes: int, context_len: int, *, at_the_end: bool) -> list[Chunk]:
+    """Chunks of num_tokens tokens in all, each as long as a context may be, in as many lanes as there are; at its end,
+    where most came before it, or at its beginning."""
+    chunks: list[Chunk] = []
+    while num_tokens and len(chunks) < num_lanes:
+        count = min(num_tokens, context_len)
+        start = context_len - count if at_the_end else 0
+        chunks.append(Chunk(lane=len(chunks), start=start, token_ids=[0] * count, samples=True))
+        num_tokens -= count
+    return chunks
 
 
 @torch.inference_mode()

@@ -11,8 +11,14 @@ MEMORY = 100
 """A running mean is of about so many values."""
 
 LOOK_AGAIN = 50
-LOOKS = (3, 1, 3, 0)
-"""Of so many steps the first try these lengths, since texts and batches change: what did not pay may pay now."""
+LOOKS = (3, 3, 1, 1, 0, 0)
+"""Of so many steps the first try these lengths, since texts and batches change: what did not pay may pay now.
+
+Twice each: only a step that verifies as many drafts as it proposes says what such steps take.
+"""
+
+OUTLIER = 2.0
+"""A step that takes so many times as long as others of its kind was held up by something else."""
 
 
 class DraftLengths(Protocol):
@@ -86,7 +92,11 @@ class AdaptiveLength:
             for number in range(min(count + 1, num_drafts)):
                 self._right.setdefault((_kind(length), number), _Mean(0.5)).add(float(number < count))
         if seconds is not None:
-            self._seconds.setdefault((len(lengths).bit_length(), num_drafts), _Mean(seconds)).add(seconds)
+            key = (len(lengths).bit_length(), num_drafts)
+            known = self._seconds.setdefault(key, _Mean(seconds))
+            known.add(min(seconds, OUTLIER * known.value))
+            if known.value > seconds * OUTLIER:  # the first ones were held up
+                self._seconds[key] = _Mean(seconds)
 
     def _tokens(self, lengths: Sequence[int], num_drafts: int) -> float:
         """How many tokens a step is expected to give."""

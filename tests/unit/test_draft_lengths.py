@@ -59,6 +59,18 @@ def test_texts_of_other_lengths_are_judged_on_their_own():
     assert usual([policy.choose((100,)) for _ in range(LOOK_AGAIN)]) == 3
 
 
+def test_a_step_that_was_held_up_once_does_not_count_for_long():
+    """What a GPU does once, such as capturing a graph, would otherwise rule a length out for good."""
+    policy, held_up = AdaptiveLength(), set()
+
+    def seconds(num_drafts):
+        first = num_drafts not in held_up
+        held_up.add(num_drafts)
+        return (1.0 + 0.1 * num_drafts) * (50 if first and num_drafts else 1)
+
+    assert usual(choices_of(policy, 2000, seconds, 0.8)) == 3
+
+
 def test_without_requests_nothing_is_proposed():
     assert AdaptiveLength().choose(()) == 0
 

@@ -84,12 +84,12 @@ def test_chunks_end_at_whole_steps_where_the_budget_reaches_one(run_ahead):
     assert spans == [(0, 20), (20, 40), (40, 60), (60, 80), (80, 95)]
 
 
-def test_a_budget_below_a_step_is_used_all_the_same(run_ahead):
+def test_a_budget_is_used_where_a_whole_step_would_waste_it(run_ahead):
     world = World(num_pages=32, max_num_batched_tokens=8, chunk_step=10, run_ahead=run_ahead)
     world.submit("long", prompt(1, 27), max_tokens=2, ignore_eos=True)
     world.run()
     ends = [chunk.start + len(chunk.token_ids) for plan in world.plans for chunk in plan.chunks]
-    assert ends == [8, 10, 18, 20, 27]
+    assert ends == [8, 16, 24, 27]
 
 
 def test_cached_tokens_are_whole_blocks_and_fewer_than_the_prompt(run_ahead):

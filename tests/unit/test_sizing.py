@@ -87,11 +87,11 @@ def test_a_gpu_without_room_for_kv_is_refused_with_all_numbers(gpu):
     ("device", "num_drafts", "options", "batch"),
     [
         ("cpu", 0, {}, (64, 512)),
-        ("cuda", 0, {}, (256, 2048)),
-        ("cuda", 0, {"max_num_seqs": 3000}, (3000, 3000)),
+        ("cuda", 0, {}, (256, 2304)),
+        ("cuda", 0, {"max_num_seqs": 3000}, (3000, 5048)),
         ("cuda", 0, {"max_num_batched_tokens": 100}, (100, 100)),
         ("cuda", 3, {"max_num_batched_tokens": 100}, (25, 100)),
-        ("cuda", 3, {"max_num_seqs": 600}, (600, 2400)),
+        ("cuda", 3, {"max_num_seqs": 600}, (600, 4448)),
         ("cpu", 0, {"max_num_seqs": 7, "max_num_batched_tokens": 9}, (7, 9)),
     ],
 )
