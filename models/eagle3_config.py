@@ -237,6 +237,8 @@ def _draft_vocab_size(outer: Fields, shapes: Shapes, target: ModelConfig) -> int
     """How many tokens the head can propose. Says what contradicts itself; exact shapes are checked with all others."""
     rows = shapes.get("d2t") or shapes.get("lm_head.weight") or (target.vocab_size,)
     size = outer.integer("draft_vocab_size", rows[0], maximum=MAX_VOCAB_SIZE)
+    if size < 1:
+        raise WeightsError(f"{outer.source}: the head's tensors know no token")
     if size > target.vocab_size:
         raise outer.error("draft_vocab_size", f"at most {target.vocab_size}, the tokens of the target")
     if "d2t" not in shapes and size != target.vocab_size:

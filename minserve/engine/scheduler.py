@@ -270,8 +270,8 @@ class Scheduler:
         request.num_in_flight -= 1
         request.num_drafts_in_flight -= entry.num_drafts
         request.num_drafted += entry.num_drafts
-        request.num_accepted += len(token_ids) - 1
         count, reason = request.take(token_ids)
+        request.num_accepted += min(count, len(token_ids) - 1)  # not those behind its end
         self._counters.generation_tokens += count
         if request.status is Status.RUNNING:  # else it has lost the pages that this step wrote
             request.num_computed += len(token_ids) - 1

@@ -17,6 +17,9 @@ LOOKS = (3, 3, 1, 1, 0, 0)
 Twice each: only a step that verifies as many drafts as it proposes says what such steps take.
 """
 
+MAX_TRIES = 8
+DRAFT_COST = 0.2
+
 OUTLIER = 2.0
 """A step that takes so many times as long as others of its kind was held up by something else."""
 
@@ -62,7 +65,8 @@ class AdaptiveLength:
 
     Expected tokens come from how often the k-th draft was right when those before it were, by the length of the text
     (in powers of two: heads are trained on short ones); seconds from steps of the same number of requests (likewise).
-    A number that has not been tried yet is tried first; from time to time, the others again.
+    A number that has not been tried yet is tried first; from time to time, the others again. Where steps do not tell
+    what they take, since prompts are computed in them, each draft counts as DRAFT_COST of a step.
     """
 
     most = max(CHOICES)
@@ -72,6 +76,7 @@ class AdaptiveLength:
         self._right: dict[tuple[int, int], _Mean] = {}
         self._seconds: dict[tuple[int, int], _Mean] = {}
         self._num_steps = 0
+        self._num_tries: dict[tuple[int, int], int] = {}
 
     def choose(self, lengths: Sequence[int]) -> int:
         """The best of CHOICES, or one that is to be looked at."""
@@ -79,12 +84,15 @@ class AdaptiveLength:
             return 0
         self._num_steps += 1
         size = len(lengths).bit_length()
-        unknown = [number for number in reversed(CHOICES) if (size, number) not in self._seconds]
-        if unknown:
-            return unknown[0]
+        for number in reversed(CHOICES):
+            if (size, number) not in self._seconds and self._num_tries.get((size, number), 0) < MAX_TRIES:
+                self._num_tries[size, number] = self._num_tries.get((size, number), 0) + 1
+                return number
         if self._num_steps % LOOK_AGAIN < len(LOOKS):
             return LOOKS[self._num_steps % LOOK_AGAIN]
-        return max(CHOICES, key=lambda number: self._tokens(lengths, number) / self._seconds[size, number].value)
+        known = {number: self._seconds[size, number].value for number in CHOICES if (size, number) in self._seconds}
+        cost = known if len(known) == len(CHOICES) else {number: 1.0 + DRAFT_COST * number for number in CHOICES}
+        return max(CHOICES, key=lambda number: self._tokens(lengths, number) / cost[number])
 
     def note(self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None) -> None:
         """See `DraftLengths`."""

@@ -86,7 +86,7 @@ def _read_bin(path: Path) -> dict[str, torch.Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     # A damaged or hostile file fails anywhere inside of the unpickler.
     except Exception as error:
-        raise WeightsError(f"{path}: not a file of tensors alone: {error}") from error
+        raise WeightsError(f"{path}: not a file of tensors alone, or damaged ({type(error).__name__})") from error
     if not isinstance(content, dict) or not all(
         isinstance(name, str)
         and isinstance(value, torch.Tensor)

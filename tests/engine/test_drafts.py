@@ -98,6 +98,16 @@ def test_right_drafts_make_a_text_of_four_tokens_a_step(tmp_path):
     assert [token for delta in deltas for token in delta.token_ids] == plain
 
 
+def test_drafts_behind_the_end_of_a_text_are_not_counted_for_it(tmp_path):
+    request = submit("a", list(range(20)), max_tokens=3, temperature=0.0)
+    plain = [token for delta in finish(tiny_engine(tmp_path), request)["a"] for token in delta.token_ids]
+    engine = drafting_engine(tmp_path, num_draft_tokens=8)
+    Oracle(engine, {"a": [*plain, *plain, *plain, *plain]}, share_right=1.0)
+    last = finish(engine, request)["a"][-1]
+    assert len(last.token_ids) == 2
+    assert last.accepted_tokens == 2
+
+
 def test_a_prefix_is_found_as_well_with_drafts_as_without(tmp_path):
     def cached(engine):
         first = finish(engine, submit("first", list(range(40)), max_tokens=40, temperature=0.0))["first"]

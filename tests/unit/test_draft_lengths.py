@@ -71,6 +71,12 @@ def test_a_step_that_was_held_up_once_does_not_count_for_long():
     assert usual(choices_of(policy, 2000, seconds, 0.8)) == 3
 
 
+def test_where_no_step_tells_what_it_takes_acceptance_alone_decides():
+    for share_right, expected in ((0.9, 3), (0.0, 0)):
+        chosen = choices_of(AdaptiveLength(), 300, lambda n: None, share_right)
+        assert usual(chosen) == expected
+
+
 def test_without_requests_nothing_is_proposed():
     assert AdaptiveLength().choose(()) == 0
 
