@@ -14,7 +14,12 @@ def _triton() -> tuple[Any, Any]:
         return import_module("triton"), import_module("triton.language")
     except ImportError:
         # What is looked at when a kernel is defined: its decorator, and the annotations of its parameters.
-        return SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=Any)
+        return SimpleNamespace(jit=_undecorated), SimpleNamespace(constexpr=Any)
+
+
+def _undecorated(function: Any = None, **options: Any) -> Any:
+    """`@jit` and `@jit(...)` of a function that stays as it is."""
+    return _undecorated if function is None else function
 
 
 triton, tl = _triton()

@@ -3,72 +3,240 @@
     token = argmax over ids of  filtered(logits / temperature)[id] + g(seed, position, id)
 
 g is Gumbel noise, so the argmax is a draw from softmax(filtered logits / temperature) (the Gumbel-max trick). It is a
-function of (seed, position, id) alone: a counter-based generator, not a stream. So a seeded text does not depend on
-who else is in the batch, on preemption, or on whether a draft proposed the token first.
+function of (seed, position, id) alone (gumbel.py). So a seeded text does not depend on who else is in the batch, on
+preemption, or on whether a draft proposed the token first. At temperature 0 the noise is left out. Of equal sums the
+lower id wins.
 
-The generator is two rounds of a 32-bit integer finaliser (constants of Wellons' "lowbias32") on the id, each keyed with
-32 bits that four more rounds make of seed and position.
+A step has R rows for each entry of its batch, and row j of them is about the position num_tokens[lane] + j. A draft
+head draws here too, with the noise of the position that it guesses at, which is how it comes to guess right
+(accept_drafts.py). Its columns may stand for some of the ids only. The noise is then that of the ids, and of equal sums
+the lower column wins.
+
+On the device: one kernel finds where the filters cut (filter_logits.py) and does nothing for rows without any; one
+reads every row in several parts, each of which yields its best column; one picks the best of these. What a row needs is
+read from its lane's tables, so one captured graph serves any mix of requests.
 """
+
+from dataclasses import dataclass
 
 import torch
 
-_MASK = 0xFFFFFFFF
+from minserve.kernels.adjust_logits import Adjustments, adjust_logits, apply_penalties, count_tokens
+from minserve.kernels.filter_logits import CUT_TILE, filter_logits, find_cuts_triton, load_logits
+from minserve.kernels.gumbel import gumbel_noise, noise, row_keys
+from minserve.kernels.lang import tl, triton
+
+__all__ = [
+    "Adjustments",
+    "SamplingState",
+    "adjust_logits",
+    "apply_penalties",
+    "count_tokens",
+    "draw",
+    "filter_logits",
+    "gumbel_noise",
+]
+
+_TILE = 1024
+_MAX_PARTS = 128
+_PROGRAMS = 2048  # enough to fill a GPU; a row is read in so many parts that there are about as many
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """lowbias32 on int64 tensors that hold 32-bit values."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _MASK
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """The lane tables that sampling reads.
+
+    temperature, top_p, min_p: [num_lanes] float32   temperature 0: greedy; top_p from 1, min_p 0: off
+    top_k: [num_lanes] int64                         0: off
+    seed: [num_lanes, 2] int64                       two halves of 32 bits
+    num_tokens: [num_lanes] int64                    the position where the next token will stand
+    """
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    seed: torch.Tensor
+    num_tokens: torch.Tensor
 
 
-def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise. seed: [rows, 2] int64, 32 bits each; position: [rows] int64. [rows, vocab] float32."""
-    first = _mix(_mix(seed[:, 0] ^ 0x9E3779B9) ^ (position & _MASK))
-    second = _mix((_mix(seed[:, 1] ^ 0x85EBCA6B) + first) & _MASK)
-    ids = torch.arange(vocab_size, device=seed.device)
-    bits = _mix((_mix(ids[None, :] ^ first[:, None]) + second[:, None]) & _MASK)
-    # 23 bits and a half: the largest value is 1 - 2**-24, the largest float32 below 1, so the noise is finite.
-    uniform = ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
-
-
-def apply_penalties(
+def draw(
     logits: torch.Tensor,
-    prompt_seen: torch.Tensor,
-    output_counts: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
+    lanes: torch.Tensor,
+    state: SamplingState,
+    allowed: torch.Tensor | None = None,
+    *,
+    ahead: int = 0,
+    id_offsets: torch.Tensor | None = None,
+    filtered: bool = True,
 ) -> torch.Tensor:
-    """repetition divides positive and multiplies negative logits of all seen tokens (CTRL, arXiv 1909.05858);
-    presence and frequency are OpenAI's: subtracted once, and once per occurrence, for generated tokens.
+    """The next token of each row, [entries * R] int64.
 
-    logits: [rows, vocab]; prompt_seen: the same, bool; output_counts: the same, int; the rest: [rows].
+    logits: [entries * R, vocab], any float type; lanes: [entries] int64, -1 for padding, whose tokens are 0.
+    allowed: [vocab] bool, the columns that may be drawn; None: all.
+    ahead: row j is about the position num_tokens[lane] + j + ahead.
+    id_offsets: [vocab] int64, column i stands for token i + id_offsets[i]; None: for token i.
+    filtered: False leaves out top-k, top-p and min-p.
     """
-    seen = prompt_seen | (output_counts > 0)
-    factor = torch.where(seen, repetition[:, None], 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    counts = output_counts.to(logits.dtype)
-    return logits - presence[:, None] * (counts > 0) - frequency[:, None] * counts
+    (rows, vocab), (entries,) = logits.shape, lanes.shape
+    (num_lanes,) = state.temperature.shape
+    assert rows == entries * (rows // max(entries, 1)), (rows, entries)
+    assert lanes.dtype == torch.int64
+    for table in (state.temperature, state.top_p, state.min_p):
+        assert table.shape == (num_lanes,)
+        assert table.dtype == torch.float32
+    for table in (state.top_k, state.num_tokens):
+        assert table.shape == (num_lanes,)
+        assert table.dtype == torch.int64
+    assert state.seed.shape == (num_lanes, 2)
+    assert state.seed.dtype == torch.int64
+    for columns, dtype in ((allowed, torch.bool), (id_offsets, torch.int64)):
+        assert columns is None or (columns.shape == (vocab,) and columns.dtype == dtype and columns.is_contiguous())
+    tables = (state.temperature, state.top_p, state.min_p, state.top_k, state.seed, state.num_tokens)
+    assert all(tensor.is_contiguous() for tensor in (logits, lanes, *tables))
+    run = draw_triton if logits.is_cuda and rows > 0 else draw_reference
+    return run(logits, lanes, state, allowed, ahead=ahead, id_offsets=id_offsets, filtered=filtered)
 
 
-def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Keep, in each row, the tokens of probability >= min_p x the largest, then the top_k best, then the smallest set
-    of the best of these whose probability reaches top_p; the rest become -inf. The best token always stays.
+def draw_reference(
+    logits: torch.Tensor,
+    lanes: torch.Tensor,
+    state: SamplingState,
+    allowed: torch.Tensor | None = None,
+    *,
+    ahead: int = 0,
+    id_offsets: torch.Tensor | None = None,
+    filtered: bool = True,
+) -> torch.Tensor:
+    """draw in plain torch, for a step that is not captured: it looks at the values, to do no more than is asked."""
+    rows_per_entry = len(logits) // max(len(lanes), 1)
+    lanes = lanes.repeat_interleave(rows_per_entry)
+    rows = (lanes >= 0).nonzero()[:, 0]
+    own = lanes[rows]
+    logits = logits[rows].float()
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    temperature, top_k, top_p, min_p = state.temperature[own], state.top_k[own], state.top_p[own], state.min_p[own]
+    random = temperature > 0
+    if bool(random.any()):
+        logits = logits / torch.where(random, temperature, 1.0)[:, None]
+        if filtered and bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()):
+            logits = filter_logits(logits, top_k, top_p, min_p)
+        positions = state.num_tokens[own] + rows % max(rows_per_entry, 1) + ahead
+        logits = logits + _column_noise(state.seed[own], positions, logits.shape[1], id_offsets) * random[:, None]
+    drawn = logits.argmax(dim=-1)
+    tokens = torch.zeros_like(lanes)
+    tokens[rows] = drawn if id_offsets is None else drawn + id_offsets[drawn]
+    return tokens
 
-    logits: [rows, vocab], divided by the temperature; top_k: [rows] int64, 0 is off; top_p, min_p: [rows].
-    """
-    best = logits.amax(dim=-1, keepdim=True)
-    logits = logits.masked_fill(logits < best + min_p.clamp_min(1e-38).log()[:, None], -torch.inf)
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(logits.shape[-1], device=logits.device)
-    limit = torch.where(top_k > 0, top_k, logits.shape[-1])
-    ordered = ordered.masked_fill(ranks[None, :] >= limit[:, None], -torch.inf)
-    probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    drop = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (ranks > 0)[None, :]
-    ordered = ordered.masked_fill(drop, -torch.inf)
-    return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+def _column_noise(
+    seed: torch.Tensor, positions: torch.Tensor, vocab: int, id_offsets: torch.Tensor | None
+) -> torch.Tensor:
+    """Gumbel noise [rows, vocab] of the ids that the columns stand for."""
+    if id_offsets is None:
+        return gumbel_noise(seed, positions, vocab)
+    ids = torch.arange(vocab, device=id_offsets.device) + id_offsets
+    return gumbel_noise(seed, positions, int(ids.max()) + 1)[:, ids]
+
+
+def draw_triton(
+    logits: torch.Tensor,
+    lanes: torch.Tensor,
+    state: SamplingState,
+    allowed: torch.Tensor | None = None,
+    *,
+    ahead: int = 0,
+    id_offsets: torch.Tensor | None = None,
+    filtered: bool = True,
+    tile: int = _TILE,
+    cut_tile: int = CUT_TILE,
+) -> torch.Tensor:
+    """draw by three kernels, or two. tile, cut_tile: columns that a program reads at once, powers of two."""
+    rows, vocab = logits.shape
+    masked, mapped = allowed is not None, id_offsets is not None
+    # Where there is nothing to read, any tensor will do.
+    mask = lanes if allowed is None else allowed.view(torch.uint8)
+    offsets = lanes if id_offsets is None else id_offsets
+    num_tiles = triton.cdiv(vocab, tile)
+    part_tiles = triton.cdiv(num_tiles, min(_MAX_PARTS, max(1, _PROGRAMS // rows)))
+    parts = triton.cdiv(num_tiles, part_tiles)
+    best = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    best_column = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    cut, last_tie = best, best_column
+    if filtered:
+        cut, last_tie = find_cuts_triton(
+            logits, lanes, state.temperature, state.top_k, state.top_p, state.min_p, mask if masked else None, cut_tile
+        )
+    _draw_kernel[(rows, parts)](
+        logits, mask, offsets, lanes, state.temperature, state.seed, state.num_tokens, cut, last_tie, best, best_column,
+        vocab, part_tiles, parts, rows // len(lanes), ahead,
+        masked=masked, mapped=mapped, filtered=filtered, tile=tile, num_warps=4,
+    )  # fmt: skip
+    tokens = lanes.new_empty(rows)
+    _take_kernel[(rows,)](
+        best, best_column, offsets, lanes, tokens, parts, rows // len(lanes),
+        mapped=mapped, max_parts=_MAX_PARTS, num_warps=1,
+    )  # fmt: skip
+    return tokens
+
+
+@triton.jit(do_not_specialize=["part_tiles", "parts", "rows_per_entry", "ahead"])
+def _draw_kernel(
+    logits, allowed, id_offsets, lanes, temperatures, seeds, num_tokens, cuts, last_ties, best, best_column,
+    vocab, part_tiles, parts, rows_per_entry, ahead,
+    masked: tl.constexpr, mapped: tl.constexpr, filtered: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """The best column of one part of one row."""
+    index = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    entry = tl.program_id(0) // rows_per_entry
+    lane = tl.load(lanes + entry)
+    own = tl.maximum(lane, 0)
+    temperature = tl.load(temperatures + own)
+    random = temperature > 0
+    position = tl.load(num_tokens + own) + (tl.program_id(0) - entry * rows_per_entry + ahead)
+    first, second = row_keys(tl.load(seeds + own * 2), tl.load(seeds + own * 2 + 1), position)
+    row = logits + index * vocab
+    # Multiples of tile, and seen to be: else the loads would not be wide ones.
+    begin = part * part_tiles * tile
+    end = tl.where(lane >= 0, tl.minimum(begin + part_tiles * tile, vocab), begin)
+    top = tl.full([tile], -float("inf"), tl.float32)
+    top_column = tl.zeros([tile], tl.int32)
+    if filtered:
+        cut, last_tie = tl.load(cuts + index), tl.load(last_ties + index)
+    for start in range(begin, end, tile):
+        columns = start + tl.arange(0, tile)
+        x = load_logits(row, allowed, columns, vocab, masked)
+        kept = columns < vocab
+        if filtered:
+            kept = (x > cut) | ((x == cut) & (columns <= last_tie))
+        if random:
+            ids = columns
+            if mapped:
+                ids += tl.load(id_offsets + columns, mask=columns < vocab, other=0).to(tl.int32)
+            # Triton's own `/` is not the IEEE quotient that torch computes.
+            x = tl.div_rn(x, temperature + tl.zeros_like(x)) + noise(ids, first, second)
+        # Only what is better takes a place, so that of equal ones in it the first stays.
+        better = kept & (x > top)
+        top = tl.where(better, x, top)
+        top_column = tl.where(better, columns, top_column)
+    winner = tl.max(top, 0)
+    tl.store(best + index * parts + part, winner)
+    tl.store(best_column + index * parts + part, tl.min(tl.where(top == winner, top_column, 0x7FFFFFFF), 0))
+
+
+@triton.jit(do_not_specialize=["parts", "rows_per_entry"])
+def _take_kernel(
+    best, best_column, id_offsets, lanes, tokens, parts, rows_per_entry, mapped: tl.constexpr, max_parts: tl.constexpr
+):
+    """The token of the best column of all parts of a row."""
+    index = tl.program_id(0).to(tl.int64)
+    lane = tl.load(lanes + tl.program_id(0) // rows_per_entry)
+    part = tl.arange(0, max_parts)
+    top = tl.load(best + index * parts + part, mask=part < parts, other=-float("inf"))
+    column = tl.load(best_column + index * parts + part, mask=part < parts, other=0x7FFFFFFF)
+    token = tl.min(tl.where(top == tl.max(top, 0), column, 0x7FFFFFFF), 0).to(tl.int64)
+    if mapped:
+        token += tl.load(id_offsets + token)
+    tl.store(tokens + index, tl.where(lane >= 0, token, 0))

@@ -6,15 +6,18 @@ Exit codes: 0 stopped, 1 the engine died, 2 the configuration cannot be served, 
 """
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from minserve.config import EngineConfig, ServerConfig
 from minserve.errors import ConfigError
-from minserve.flags import api_key, parse_args
+from minserve.flag_values import api_key
+from minserve.flags import parse_args
+from minserve.logs import set_up_logs
 
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
@@ -23,11 +26,7 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit code."""
     args = parse_args(argv)
-    # Libraries are heard when something is wrong only: some log every request that they make.
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("minserve").setLevel(args.log_level.upper())
-    # It writes a traceback, with what the client sent, for whatever is no HTTP. Faults of ours are logged by the API.
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    set_up_logs(args.log_level, args.log_format)
     try:
         return _serve(args)
     except ConfigError as error:
@@ -46,21 +45,29 @@ def _serve(args: argparse.Namespace) -> int:
     from minserve.api.server import bind
     from minserve.engine.client import EngineClient
     from minserve.text.chat import ChatTemplate
+    from minserve.text.reasoning import reasoning_format
     from minserve.text.tokenizer import Tokenizer
     from minserve.text.toolcalls import tool_parser_class
+    from minserve.weights.hub import resolve_draft
 
     # What can be wrong is found before anything that takes long.
     if args.tool_call_parser is not None:
         tool_parser_class(args.tool_call_parser)
+    reasoning_format(args.reasoning_parser, template_closes_tag=False)
     with bind(args.host, args.port) as sock:
         name, model_folder, tokenizer_folder = _find_model(args)
         tokenizer = Tokenizer.from_folder(tokenizer_folder, model_folder=model_folder)
         template = ChatTemplate.from_folder(tokenizer_folder, args.chat_template)
         server_config = server_config_of(args, name, model_folder)
         engine_config = engine_config_of(
-            args, model_folder, eos_token_ids=tokenizer.eos_token_ids, token_id_ranges=tokenizer.token_id_ranges
+            args,
+            model_folder,
+            eos_token_ids=tokenizer.eos_token_ids,
+            token_id_ranges=tokenizer.token_id_ranges,
+            draft_folder=None if args.draft is None else resolve_draft(args.draft),
         )
-        return uvloop.run(launch(server_config, engine_config, tokenizer, template, EngineClient.start, sock))
+        start_engine = partial(EngineClient.start, engine_timeout_s=args.engine_timeout)
+        return uvloop.run(launch(server_config, engine_config, tokenizer, template, start_engine, sock))
 
 
 def _find_model(args: argparse.Namespace) -> tuple[str, Path, Path]:
@@ -78,13 +85,20 @@ def _find_model(args: argparse.Namespace) -> tuple[str, Path, Path]:
 
 def server_config_of(args: argparse.Namespace, name: str, model_folder: Path) -> ServerConfig:
     """What the API process is built from. name: what the user called the model."""
+    api_keys = tuple(args.api_key) or _keys_of_environment()
+    if args.max_requests_per_key is not None and not api_keys:
+        raise ConfigError("--max-requests-per-key needs --api-key: without keys, clients cannot be told apart")
     return ServerConfig(
         model_path=str(model_folder),
         served_model_names=tuple(args.served_model_name or [name]),
-        api_keys=tuple(args.api_key) or _keys_of_environment(),
+        api_keys=api_keys,
         tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         max_num_waiting=args.max_num_waiting,
+        max_requests_per_key=args.max_requests_per_key,
+        max_connections=args.max_connections,
         max_request_bytes=args.max_request_bytes,
+        allowed_origins=tuple(chain.from_iterable(args.allowed_origins)),
         shutdown_timeout_s=args.shutdown_timeout,
     )
 
@@ -104,12 +118,14 @@ def engine_config_of(
     *,
     eos_token_ids: tuple[int, ...],
     token_id_ranges: tuple[tuple[int, int], ...],
+    draft_folder: Path | None = None,
 ) -> EngineConfig:
     """What the engine process is built from."""
     return EngineConfig.checked(
         model_path=str(model_folder),
         load_format=args.load_format,
         dtype=args.dtype,
+        quantization=args.quantization,
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
@@ -123,4 +139,8 @@ def engine_config_of(
         eos_token_ids=eos_token_ids,
         token_id_ranges=token_id_ranges,
         seed=args.seed,
+        enforce_eager=args.enforce_eager,
+        draft_path=None if draft_folder is None else str(draft_folder),
+        num_draft_tokens=args.num_draft_tokens,
+        draft_window=args.draft_window,
     )

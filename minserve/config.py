@@ -25,11 +25,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_path: a local folder with config.json and safetensors (a hub name has been resolved by then).
     token_id_ranges: half-open ranges of the logits' columns that are real tokens; others are never sampled.
         Empty: all of them.
+    quantization: "fp8": keep the projections of the layers in 8 bits; None: as the checkpoint has them.
     kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
     host_kv: bytes of host memory for blocks that have no page; 0: none. It needs prefix caching.
     prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
+    max_num_seqs: requests that run at once. None: 256 on a GPU, 64 on a CPU.
     max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
-        None: 2048 on a GPU, 512 on a CPU, where a step of 2048 would hold up all streams for seconds.
+        None: 2048 beside the decodes on a GPU, 512 on a CPU, where 2048 would hold up all streams for seconds.
+    draft_path: a local folder with an EAGLE-3 head; None: no speculation.
+    num_draft_tokens: drafts of each step; None: 0, 1 or 3, whichever pays.
+    draft_window: tokens that the head sees of a text, beside the first ones; a multiple of 16.
+    enforce_eager: run decode steps as they stand, not from CUDA graphs (a CPU has none).
     run_ahead: steps that are launched before the tokens of the last one are known; None: 1 on a GPU, 0 on a CPU,
         where launching is running.
     """
@@ -37,9 +43,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_path: str
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["fp8"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: PositiveInt | None = None
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] | None = None
     max_num_batched_tokens: PositiveInt | None = None
     kv_cache_memory: PositiveInt | None = None
     host_kv: NonNegativeInt = 0
@@ -51,6 +58,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     token_id_ranges: tuple[tuple[int, int], ...] = ()
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     run_ahead: Literal[0, 1] | None = None
+    enforce_eager: bool = False
+    draft_path: str | None = None
+    num_draft_tokens: Annotated[int, Meta(ge=1, le=8)] | None = None
+    draft_window: Annotated[int, Meta(ge=64, le=2**20, multiple_of=16)] = 2048
 
     @classmethod
     def checked(cls, **fields: Any) -> "EngineConfig":
@@ -67,8 +78,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     served_model_names: the names that clients may use; the first is the one that answers carry.
     tool_call_parser: the format of the model's tool calls; None: tools are refused.
+    reasoning_parser: how reasoning is marked in answers; "auto": as the template says; "none": it is not set apart.
     max_num_waiting: requests beyond the running ones that may queue; more are refused with 503.
-    max_request_bytes: a longer body is refused with 413.
+    max_requests_per_key: requests that one API key may have running or waiting; more are refused with 429.
+    max_connections: clients that may be connected; one more is told 503 and cut off.
+    max_request_bytes: a longer body is refused with 413. None: as the context is long, at least 4 MiB.
+    allowed_origins: whose pages browsers may show our answers, "*": anybody's.
     shutdown_timeout_s: how long SIGTERM lets running requests finish.
     """
 
@@ -76,6 +91,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     tool_call_parser: str | None = None
+    reasoning_parser: str = "auto"
     max_num_waiting: int = 1024
-    max_request_bytes: int = 32 * 2**20
+    max_requests_per_key: int | None = None
+    max_connections: int = 4096
+    max_request_bytes: int | None = None
+    allowed_origins: tuple[str, ...] = ()
     shutdown_timeout_s: float = 30.0

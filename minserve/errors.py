@@ -10,6 +10,10 @@ import msgspec
 
 # msgspec says: "Expected `int`, got `str` - at `$.n`", "Object missing required field `role` - at `$.messages[0]`".
 _PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+_IN_MAPPING = "[...]"  # how msgspec spells the place of a mapping's value
+_BOUND = re.compile(r"^Expected `(?P<kind>\w+)`(?P<length> of length)? (?P<sign>>=|<=|>|<) (?P<bound>\S+)$")
+_SIGNS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+_ITEMS = {"str": "characters", "array": "items", "object": "entries"}
 _NAMED_FIELD = re.compile(r"^Object (contains|missing) (?P<what>unknown|required) field `(?P<name>.*)`$", re.DOTALL)
 
 
@@ -66,6 +70,13 @@ class OverloadedError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimitError(OverloadedError):
+    """This client has as many requests running or waiting as one may have."""
+
+    status = 429
+    error_type = "rate_limit_error"
+
+
 class EngineError(MinserveError):
     """A request that had been accepted could not be finished: the engine failed on it, died or froze."""
 
@@ -80,4 +91,14 @@ def field_fault(error: msgspec.ValidationError) -> tuple[str, str]:
     what, path = (match["what"], match["path"]) if match else (str(error), "")
     if named := _NAMED_FIELD.search(what):
         return ".".join(filter(None, (path, named["name"]))), f"{named['what']} field"
-    return path, what[:1].lower() + what[1:]
+    return path.removesuffix(_IN_MAPPING), _bound_in_words(what) or what[:1].lower() + what[1:]
+
+
+def _bound_in_words(what: str) -> str | None:
+    """ "Expected `array` of length <= 16" as "must have at most 16 items"."""
+    if (match := _BOUND.match(what)) is None:
+        return None
+    if match["length"] and (match["sign"], match["bound"]) == (">=", "1"):
+        return "must not be empty"
+    bound = f"{_SIGNS[match['sign']]} {match['bound'].removesuffix('.0')}"
+    return f"must have {bound} {_ITEMS[match['kind']]}" if match["length"] else f"must be {bound}"

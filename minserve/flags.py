@@ -1,22 +1,28 @@
 """The flags of the command: names, aliases, values, one line of help each.
 
-Owns: how sizes and numbers are spelled, and the flags of other servers that this version refuses.
+Owns: the flags, and those of other servers that this version refuses.
 Does not know: what the flags do.
 """
 
 import argparse
-import json
-import math
-import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from minserve import __version__
+from minserve.flag_values import (
+    api_key,
+    draft_tokens,
+    draft_window,
+    file_text,
+    number,
+    only_one,
+    origins,
+    parse_size,
+    parse_size_or_zero,
+    rope_scaling,
+)
 
 NOT_SUPPORTED: dict[str, str] = {
-    "--draft": "",
-    "--num-draft-tokens": "",
     "--verify-drafts": "",
     "--speculative-config": "",
     "--speculative-algorithm": "",
@@ -24,12 +30,7 @@ NOT_SUPPORTED: dict[str, str] = {
     "--fetch": "",
     "--cpu-offload-gb": "",
     "--swap-space": "",
-    "--quantization": "",
-    "-q": "",
     "--kv-cache-dtype": "",
-    "--enforce-eager": "there are no CUDA graphs yet, so every step is eager",
-    "--disable-cuda-graph": "there are no CUDA graphs yet, so every step is eager",
-    "--reasoning-parser": "",
     "--pipeline-parallel-size": "",
     "-pp": "",
     "--data-parallel-size": "",
@@ -46,79 +47,6 @@ NOT_SUPPORTED: dict[str, str] = {
     "--chat-template-content-format": "",
 }
 """Flags of vLLM, of SGLang and of later versions, with why or what instead."""
-
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<suffix>i?[bB])?")
-
-
-def parse_size(text: str) -> int:
-    """A count of tokens or bytes: 8192, 64k, 8GiB. As in vLLM, k m g t are thousands and K M G T powers of 1024;
-    with a B behind, the standards hold: kB and GB are thousands, KiB and GiB powers of 1024.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 8192, 64k, 8G or 8GiB")
-    unit, suffix = match["unit"], match["suffix"] or ""
-    binary = suffix.startswith("i") or (unit.isupper() and not suffix)
-    power = " kmgt".index(unit.lower()) if unit else 0
-    size = float(match["number"]) * (1024 if binary else 1000) ** power
-    if not size.is_integer() or size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(size)
-
-
-def parse_size_or_zero(text: str) -> int:
-    """An argparse type: a size as parse_size takes it, or 0."""
-    return 0 if text.strip() == "0" else parse_size(text)
-
-
-def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """An argparse type: a finite number from low to high."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not low <= value <= high or value == math.inf:
-            allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
-        return value
-
-    return parse
-
-
-def rope_scaling(text: str) -> dict[str, Any]:
-    """An argparse type: a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError('must be a JSON object, such as {"rope_type": "yarn", "factor": 4.0}')
-    return value
-
-
-def file_text(path: str) -> str:
-    """An argparse type: the text of a file."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise argparse.ArgumentTypeError(f"{path} is not UTF-8") from None
-
-
-def api_key(text: str) -> str:
-    """An argparse type: a key that a header can carry."""
-    if not text or not text.isprintable() or text != text.strip():
-        raise argparse.ArgumentTypeError("must not be empty nor begin or end with a space")
-    return text
-
-
-def _one(text: str) -> int:
-    if text != "1":
-        raise argparse.ArgumentTypeError(f"only 1 is supported by this version, got {text}")
-    return 1
 
 
 class _Refuse(argparse.Action):
@@ -177,10 +105,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_flags(parser.add_argument_group("model"))
     _add_server_flags(parser.add_argument_group("server"))
     _add_engine_flags(parser.add_argument_group("engine"))
+    _add_draft_flags(parser.add_argument_group("speculation"))
     general = parser.add_argument_group("general")
     general.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default info"
     )
+    general.add_argument("--log-format", choices=("text", "json"), default="text", help="json: an object a line")
     general.add_argument("--version", action="version", version=f"minserve {__version__}", help="print the version")
     general.add_argument("-h", "--help", action="help", help="print this")
     for name in NOT_SUPPORTED:
@@ -197,6 +127,12 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="what clients call it (default: MODEL)")
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of weights and KV")
+    add(
+        "--quantization",
+        "-q",
+        choices=("fp8",),
+        help="weights of layers in 8 bits (default: as the checkpoint has them)",
+    )
     add("--max-model-len", "--context-length", type=parse_size, metavar="N", help="context in tokens, also 64k")
     add("--rope-scaling", type=rope_scaling, metavar="JSON", help='such as {"rope_type": "yarn", "factor": 4.0}')
 
@@ -216,8 +152,27 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     )
     add("--enable-auto-tool-choice", action="store_true", help="let the model call tools (with --tool-call-parser)")
     add("--tool-call-parser", metavar="NAME", help="the format of the model's tool calls, such as hermes")
+    add("--reasoning-parser", default="auto", metavar="NAME", help="auto (default: if the template tells), none, qwen3")
     add("--max-num-waiting", type=number(int, 0), default=1024, metavar="N", help="queue length (default 1024)")
-    add("--max-request-bytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32MiB")
+    add("--max-requests-per-key", type=number(int, 1), metavar="N", help="running or waiting (default: no limit)")
+    add("--max-connections", type=number(int, 1), default=4096, metavar="N", help="clients (default 4096)")
+    add("--max-request-bytes", type=parse_size, metavar="SIZE", help="default: by the context, at least 4MiB")
+    add(
+        "--allowed-origins",
+        nargs="+",
+        action="extend",
+        type=origins,
+        default=[],
+        metavar="ORIGIN",
+        help="whose web pages may call (CORS; default none, * all)",
+    )
+    add(
+        "--engine-timeout",
+        type=number(float, 2),
+        default=120.0,
+        metavar="S",
+        help="silent engine is dead (default 120)",
+    )
     add("--shutdown-timeout", type=number(float, 0), default=30.0, metavar="S", help="seconds to finish (default 30)")
 
 
@@ -228,16 +183,15 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--max-num-seqs",
         "--max-running-requests",
         type=number(int, 1, 4096),
-        default=64,
         metavar="N",
-        help="default 64",
+        help="requests at once (default 256; 64 on a CPU)",
     )
     add(
         "--max-num-batched-tokens",
         "--chunked-prefill-size",
         type=parse_size,
         metavar="N",
-        help="tokens a step (default 2048; 512 on a CPU)",
+        help="tokens a step (default 2048 beside decodes; 512 on a CPU)",
     )
     add("--kv-cache-memory", "--kv-cache-memory-bytes", type=parse_size, metavar="SIZE", help="for KV, such as 8GiB")
     add(
@@ -263,6 +217,12 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="share of the GPU's memory to use (default 0.9)",
     )
     add(
+        "--enforce-eager",
+        "--disable-cuda-graph",
+        action="store_true",
+        help="launch decode steps anew, not from CUDA graphs",
+    )
+    add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -271,5 +231,30 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     add("--disable-radix-cache", dest="enable_prefix_caching", action="store_false", help=argparse.SUPPRESS)
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="of dummy weights (default 0)")
     add(
-        "-tp", "--tensor-parallel-size", "--tp-size", "--tp", type=_one, default=1, metavar="1", help="GPUs: only 1 yet"
+        "-tp",
+        "--tensor-parallel-size",
+        "--tp-size",
+        "--tp",
+        type=only_one,
+        default=1,
+        metavar="1",
+        help="GPUs: only 1 yet",
+    )
+
+
+def _add_draft_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--draft", metavar="NAME", help="an EAGLE-3 head that drafts tokens: a folder or a Hugging Face name")
+    add(
+        "--num-draft-tokens",
+        type=draft_tokens,
+        metavar="N",
+        help="drafts a step, 1 to 8 (default auto: 0, 1 or 3, what pays)",
+    )
+    add(
+        "--draft-window",
+        type=draft_window,
+        default=2048,
+        metavar="N",
+        help="tokens that the head looks back (default 2048)",
     )

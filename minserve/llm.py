@@ -22,7 +22,7 @@ from minserve.text.detokenizer import Detokenizer
 from minserve.text.output import EndReason, Output, Piece
 from minserve.text.tokenizer import Tokenizer
 from minserve.weights.default_model import ensure_default_model
-from minserve.weights.hub import resolve_model
+from minserve.weights.hub import resolve_draft, resolve_model
 
 Prompt = str | Sequence[int]
 
@@ -32,6 +32,7 @@ class Completion:
     """What became of one prompt. token_ids include an end token; text does not, nor a stop string.
 
     logprobs: one entry for each of token_ids, if asked for. prompt_logprobs: one a prompt token, None for the first.
+    draft_tokens, accepted_tokens: drafts that were verified for it, and those that were right.
     stop_reason: the stop string or the requested stop token that ended it, None for the model's own end.
     """
 
@@ -42,6 +43,8 @@ class Completion:
     stop_reason: str | int | None = None
     cached_tokens: int = 0
     cached_host_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -53,18 +56,26 @@ class Completion:
             self.logprobs = [*(self.logprobs or []), *piece.logprobs]
         self.prompt_logprobs = piece.prompt_logprobs or self.prompt_logprobs
         self.cached_tokens, self.cached_host_tokens = output.cached_tokens, output.cached_host_tokens
+        self.draft_tokens, self.accepted_tokens = output.draft_tokens, output.accepted_tokens
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
 class LLM:
     """A model in this process.
 
-    model: a folder, a .gguf file or a hub name; None: the embedded default. engine: fields of EngineConfig, such as
+    model: a folder, a .gguf file or a hub name; None: the embedded default. draft: a folder or hub name of an EAGLE-3
+    head. engine: fields of EngineConfig, such as
     max_model_len or kv_cache_memory. Raises ConfigError if the model cannot be served.
     """
 
     def __init__(
-        self, model: str | None = None, *, revision: str | None = None, chat_template: str | None = None, **engine: Any
+        self,
+        model: str | None = None,
+        *,
+        revision: str | None = None,
+        draft: str | None = None,
+        chat_template: str | None = None,
+        **engine: Any,
     ) -> None:
         if model is None and revision is not None:
             raise ConfigError("revision is one of a model's, and no model is given")
@@ -79,6 +90,8 @@ class LLM:
             "eos_token_ids": self.tokenizer.eos_token_ids,
             "token_id_ranges": self.tokenizer.token_id_ranges,
         }
+        if draft is not None:
+            of_model["draft_path"] = str(resolve_draft(draft))
         config = EngineConfig.checked(**(of_model | engine))
         self.engine = build_engine(config)
         self._num_requests = 0

@@ -7,7 +7,7 @@ Does not know: HTTP, how the engine counts.
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -33,6 +33,9 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits_tokens),
     "vllm:num_preemptions": ("Requests preempted for lack of KV pages", lambda s: s.num_preemptions),
+    "vllm:spec_decode_num_drafts": ("Times that drafts of a request were verified", lambda s: s.num_drafts),
+    "vllm:spec_decode_num_draft_tokens": ("Draft tokens verified", lambda s: s.num_draft_tokens),
+    "vllm:spec_decode_num_accepted_tokens": ("Draft tokens that were right", lambda s: sum(s.accepted_at)),
     "minserve:steps": ("Steps of the engine", lambda s: s.num_steps),
 }
 
@@ -64,6 +67,12 @@ class Metrics:
         self._success = Counter(
             "vllm:request_success", "Requests ended", ["model_name", "finished_reason"], registry=self.registry
         )
+        self._refused = Counter(
+            "minserve:requests_refused",
+            "Requests refused for lack of room, before any work",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
         self._model_name = model_name
 
     def start(self, num_prompt_tokens: int) -> "RequestTimer":
@@ -73,6 +82,14 @@ class Metrics:
     def ended(self, reason: str) -> None:
         """Count a request's end."""
         self._success.labels(self._model_name, reason).inc()
+
+    def refused(self, reason: str) -> None:
+        """Count a request that there was no room for."""
+        self._refused.labels(self._model_name, reason).inc()
+
+    def gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """Add a gauge that is read when it is scraped."""
+        Gauge(name, help_text, ["model_name"], registry=self.registry).labels(self._model_name).set_function(read)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -130,3 +147,11 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, help_text, labels=["model_name"])
             counter.add_metric([self._model_name], read(stats))
             yield counter
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were right, by their place behind the text",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(stats.accepted_at):
+            by_position.add_metric([self._model_name, str(position)], count)
+        yield by_position

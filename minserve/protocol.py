@@ -6,6 +6,7 @@ Does not know: sockets (engine.client, engine.process), text (the engine sees to
 Every `Submit` is answered by any number of `Delta`s, of which exactly the last one carries a `finish_reason`.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 """A longer frame is a bug or an attack: the reader refuses it."""
 
 MAX_LOGIT_BIAS = 1024
+MAX_DRAFT_TOKENS = 8
 MAX_STOP_TOKEN_IDS = 128
 """Widths of the device tables. Of the tokens that end a text some are the model's, the rest a request may name."""
 
@@ -24,11 +26,13 @@ MAX_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+# The bounds of sampling, said once: requests, generation_config.json and scripts are all held to them.
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LogitBias = Annotated[float, Meta(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -51,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] = {}
+    logit_bias: Annotated[dict[int, LogitBias], Meta(max_length=MAX_LOGIT_BIAS)] = {}
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_REQUEST_STOP_TOKEN_IDS)] = ()
     ignore_eos: bool = False
@@ -97,6 +101,7 @@ class Delta(msgspec.Struct, kw_only=True, tag="delta", omit_defaults=True):
     prompt_logprobs comes once, with the first delta: one entry a prompt token, None for the first.
     cached_tokens: prompt tokens whose KV was found in the prefix cache (in the first delta and in the last);
     cached_host_tokens: those of them that were loaded from host memory.
+    draft_tokens, accepted_tokens: drafts of this request that were verified so far, and those that were right.
     stop_token_id: which token ended the text, if one did (it is in token_ids too).
     error: the reason, with finish_reason "error".
     """
@@ -109,6 +114,8 @@ class Delta(msgspec.Struct, kw_only=True, tag="delta", omit_defaults=True):
     stop_token_id: int | None = None
     cached_tokens: int | None = None
     cached_host_tokens: int | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     error: str | None = None
 
 
@@ -127,6 +134,18 @@ class Stats(msgspec.Struct, kw_only=True):
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    """How often the first draft was accepted, how often the second..."""
+
+    def note_drafts(self, num_drafts: int, accepted: Sequence[int]) -> None:
+        """A step verified num_drafts drafts of some requests each, and accepted so many of them."""
+        self.num_drafts += len(accepted) if num_drafts else 0
+        self.num_draft_tokens += num_drafts * len(accepted)
+        for count in accepted:
+            for position in range(count):
+                self.accepted_at[position] += 1
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
@@ -137,16 +156,18 @@ class Outputs(msgspec.Struct, tag="outputs"):
 
 
 class Starting(msgspec.Struct, frozen=True, tag="starting"):
-    """The engine is loading weights: so many bytes of so many."""
+    """The engine is making ready. phase: what it does ("weights", whose amounts are bytes; "CUDA graphs"...)."""
 
-    loaded_bytes: int
-    total_bytes: int
+    phase: str
+    done: int
+    total: int
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine serves from now on; what it turned out to be.
 
-    vocab_size is the width of the logits; token ids of prompts and options must be below it.
+    vocab_size is the width of the logits; token ids of prompts and options must be below it. draft: what was found of a
+    draft head.
     """
 
     architecture: str
@@ -159,6 +180,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     kv_cache_bytes: int
     weights_bytes: int
     max_num_seqs: int
+    draft: str = ""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -4,52 +4,78 @@ Owns: the order of computation, and which part of which parameter each tensor of
 Does not know: where weights come from, what a batch is made of, or how attention finds earlier keys and values.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from minserve.kernels.linear import linear
-from minserve.kernels.rope import gather_rope
 from minserve.models.config import ModelConfig
-from minserve.models.layers import Attend, FusedLinear, GatedMLP, Linear, RMSNorm, Rope, SelfAttention
+from minserve.models.layers import Attend, GatedMLP, LayerConfig, Linear, RMSNorm, SelfAttention, checkpoint_tensors
 from minserve.models.rope import make_rope_table
+
+
+@dataclass(frozen=True)
+class AuxStates:
+    """What comes into some layers in one forward pass, side by side: the residual stream that a draft head reads.
+
+    layers: whose inputs; the number of layers means what the last of them puts out, before the final norm.
+    states: [tokens, len(layers) * hidden] in the model's dtype, which the pass fills. The caller's memory, so that a
+    CUDA graph leaves them where they are looked for.
+    """
+
+    layers: tuple[int, ...]
+    states: torch.Tensor
+
+    def take(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """x, residual: what comes into this layer, in two parts."""
+        if layer not in self.layers:
+            return
+        for wanted, place in zip(self.layers, self.states.chunk(len(self.layers), dim=-1)):
+            if wanted != layer:
+                continue
+            if residual is None:
+                place.copy_(x)
+            else:
+                torch.add(x, residual, out=place)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream by the norm after it."""
 
-    def __init__(self, config: ModelConfig, attention: SelfAttention) -> None:
+    def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = attention
+        self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, attend: Attend
+        self, x: torch.Tensor, residual: torch.Tensor | None, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x: [tokens, hidden], what the layer before adds to the residual. Returns the same two of this layer."""
         x, residual = self.input_layernorm.add(x, residual)
-        x, residual = self.post_attention_layernorm.add(self.self_attn(x, rope, attend), residual)
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, attend), residual)
         return self.mlp(x), residual
 
 
 class CausalLM(nn.Module):
-    """Token ids in, hidden states and logits out; for inference only.
+    """Token ids in, hidden states and logits out; for inference only: Llama 2 and 3, SmolLM2 and their kin
+    (LlamaForCausalLM), and Qwen3, dense (Qwen3ForCausalLM), which differ by what their configurations say.
 
-    attention: the self-attention of each layer, in order. The names of modules are those of Hugging Face checkpoints.
+    The names of modules are those of Hugging Face checkpoints.
     Call `set_max_positions` once the weights are on their device, before the first forward pass.
     """
 
     rope_table: torch.Tensor
     """[num_positions, 2, head_dim / 2] float32; computed, never part of a checkpoint."""
 
-    def __init__(self, config: ModelConfig, attention: list[SelfAttention]) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, part) for part in attention)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
@@ -62,17 +88,23 @@ class CausalLM(nn.Module):
         device = self.embed_tokens.weight.device
         self.rope_table = make_rope_table(self.config.rope, self.config.head_dim, num_positions, device)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """token_ids, positions: [tokens] int64, of one or many sequences. Returns [tokens, hidden], normalized."""
-        rope = gather_rope(self.rope_table, positions)
+    def forward(self, token_ids: torch.Tensor, attend: Attend, aux: AuxStates | None = None) -> torch.Tensor:
+        """token_ids: [tokens] int64, of one or many sequences; attend knows where each stands; aux is filled by it.
+
+        Returns [tokens, hidden], normalized.
+        """
         x, residual = self.embed_tokens(token_ids), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, rope, attend)
+        for index, layer in enumerate(self.layers):
+            if aux is not None:
+                aux.take(index, x, residual)
+            x, residual = layer(x, residual, attend)
+        if aux is not None:
+            aux.take(len(self.layers), x, residual)
         return self.norm.add(x, residual)[0]
 
     if TYPE_CHECKING:
 
-        def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor: ...
+        def __call__(self, token_ids: torch.Tensor, attend: Attend, aux: AuxStates | None = None) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] from `forward`. Returns [rows, vocab] in the model's dtype."""
@@ -81,14 +113,11 @@ class CausalLM(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that a checkpoint must have, by its name there: a view of the parameter that it belongs in."""
-        tensors: dict[str, torch.Tensor] = {}
-        for path, module in self.named_modules():
-            prefix = "" if path == "lm_head" else "model."
-            for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(module, FusedLinear):
-                    parent = path.rpartition(".")[0]
-                    pieces = torch.split_with_sizes(parameter, list(module.parts.values()))
-                    tensors |= {f"{prefix}{parent}.{part}.{name}": piece for part, piece in zip(module.parts, pieces)}
-                else:
-                    tensors[f"{prefix}{path}.{name}"] = parameter
-        return tensors
+        tensors = checkpoint_tensors(self)
+        return {name if name.startswith("lm_head.") else f"model.{name}": part for name, part in tensors.items()}
+
+
+def build_model(config: ModelConfig) -> CausalLM:
+    """The model on "meta": its parameters have shapes only, until weights are loaded."""
+    with torch.device("meta"):
+        return CausalLM(config).eval()

@@ -15,6 +15,7 @@ import msgspec
 from minserve.errors import ConfigError
 from minserve.folder import read_json_object
 from minserve.models.fields import Fields
+from minserve.models.quantization import Fp8Checkpoint, read_quantization
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -63,6 +64,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     architecture: "LlamaForCausalLM" or "Qwen3ForCausalLM". dtype: the checkpoint's, as a torch name ("bfloat16").
     max_position_embeddings: the longest context, RoPE scaling included.
     qk_norm: RMSNorm on each head of q and k before RoPE (Qwen3).
+    quantization: how the checkpoint stores projections in 8 bits; None: it does not.
     """
 
     architecture: str
@@ -81,6 +83,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool
     rope: RopeConfig
     dtype: str
+    quantization: Fp8Checkpoint | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, rope_scaling: dict[str, Any] | None = None) -> "ModelConfig":
@@ -91,13 +94,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         fields = Fields(read_json_object(folder, "config.json"), str(folder / "config.json"))
         architecture = _architecture(fields)
         num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
-        _refuse_unsupported(fields, num_layers)
+        refuse_unsupported(fields)
+        _refuse_sliding_window(fields, num_layers)
         hidden_size = fields.integer("hidden_size", maximum=MAX_SIZE)
         num_heads = fields.integer("num_attention_heads", maximum=MAX_SIZE)
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
-        rope, max_position_embeddings = _read_rope(fields, rope_scaling)
+        rope, max_position_embeddings = read_rope(fields, rope_scaling)
         return cls(
             architecture=architecture,
             vocab_size=fields.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
@@ -106,7 +110,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(fields, architecture, hidden_size, num_heads),
+            head_dim=read_head_dim(fields, architecture, hidden_size, num_heads),
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
@@ -115,6 +119,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             qk_norm=architecture == "Qwen3ForCausalLM",
             rope=rope,
             dtype=_dtype(fields),
+            quantization=read_quantization(fields),
         )
 
 
@@ -126,14 +131,16 @@ def _architecture(fields: Fields) -> str:
     raise fields.error("architectures", "a list of one of " + ", ".join(ARCHITECTURES) + no_code)
 
 
-def _refuse_unsupported(fields: Fields, num_layers: int) -> None:
-    if fields.has("quantization_config"):
-        raise fields.error("quantization_config", f"absent: weights must be plain {', '.join(DTYPES)}")
+def refuse_unsupported(fields: Fields) -> None:
+    """Refuse what would change the output of any layer. Raises ConfigError, naming the field."""
     fields.choice("hidden_act", ("silu",), "silu")
     if fields.boolean("rope_interleaved", False):
         raise fields.error("rope_interleaved", "false")
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise fields.error("partial_rotary_factor", "1")
+
+
+def _refuse_sliding_window(fields: Fields, num_layers: int) -> None:
     layer_types = fields.any("layer_types")
     if layer_types is not None:
         if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
@@ -145,7 +152,8 @@ def _refuse_unsupported(fields: Fields, num_layers: int) -> None:
             raise fields.error("use_sliding_window", "false: sliding-window attention is not supported")
 
 
-def _head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: int) -> int:
+def read_head_dim(fields: Fields, architecture: str, hidden_size: int, num_heads: int) -> int:
+    """The size of a head of attention. Raises ConfigError, naming the field."""
     if not fields.has("head_dim"):
         if architecture == "Qwen3ForCausalLM":
             return 128  # what Qwen3's configuration means by silence
@@ -165,7 +173,7 @@ def _dtype(fields: Fields) -> str:
     return fields.choice(name, DTYPES, "float32")
 
 
-def _read_rope(fields: Fields, override: dict[str, Any] | None) -> tuple[RopeConfig, int]:
+def read_rope(fields: Fields, override: dict[str, Any] | None = None) -> tuple[RopeConfig, int]:
     """The RoPE and the longest context that it allows.
 
     transformers 5 writes one object, rope_parameters, with rope_theta inside; older files have rope_theta beside

@@ -10,30 +10,72 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from minserve.kernels.fp8 import FP8, fp8_linear
 from minserve.kernels.linear import linear
 from minserve.kernels.rms_norm import add_rms_norm, rms_norm
 from minserve.kernels.silu_mul import silu_mul
-from minserve.models.config import ModelConfig
 
-Rope = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of a pass's tokens, as kernels.rope.gather_rope gives them."""
+
+class LayerConfig(Protocol):
+    """What a layer has to know of its model's shape: a model's own (`ModelConfig`), or a draft head's."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+
+
+Norms = tuple[torch.Tensor, torch.Tensor]
+"""The weights of the norms on each head of q and of k, [head_dim] each."""
 
 
 class Attend(Protocol):
-    """Stores k and v of new tokens and attends them and all that came before."""
+    """Makes q and k ready to be compared, stores k and v of new tokens, and attends them and all that came before."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; norm and RoPE are in them.
+    def __call__(self, layer: int, qkv: torch.Tensor, norms: Norms | None) -> torch.Tensor:
+        """qkv: [tokens, heads + 2 * kv_heads, head_dim], contiguous. Returns [tokens, heads * head_dim].
 
-        They may be views with gaps between tokens; each head is contiguous. Returns [tokens, heads * head_dim].
+        norms: None where the model has none.
         """
 
 
 class Linear(nn.Linear):
-    """A projection of rows."""
+    """A projection of rows.
+
+    weight_scale: [out] float32, if the weight is kept in 8 bits; None: it is what it says.
+    """
+
+    weight_scale: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.register_parameter("weight_scale", None)
+
+    def keep_in_fp8(self) -> None:
+        """Give the weight 8 bits and scales from now on. It must not have been loaded yet."""
+        assert self.weight.is_meta
+        weight, scale = torch.empty_like(self.weight, dtype=FP8), torch.empty(self.out_features, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [rows, in] -> [rows, out]."""
+        if self.weight_scale is not None:
+            return fp8_linear(input, self.weight, self.weight_scale, self.bias)
         return linear(input, self.weight, self.bias)
 
 
@@ -73,7 +115,7 @@ class RMSNorm(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
         self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias=bias)
@@ -86,23 +128,42 @@ class GatedMLP(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The projections around attention. How q and k become ready to be compared differs by model: `prepare`."""
+    """The projections around attention, and the norms of q and k where the model has them (Qwen3)."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: LayerConfig, layer: int, in_features: int | None = None) -> None:
+        """in_features: the size of the input where it is not the stream alone (EAGLE-3); None: hidden_size."""
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.attention_bias)
+        self.qkv_proj = FusedLinear(in_features or config.hidden_size, parts, bias=config.attention_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def prepare(self, qkv: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split qkv: [tokens, heads + 2 * kv_heads, head_dim] by kind, and normalize and rotate what the model does."""
-        raise NotImplementedError
+    @property
+    def norms(self) -> Norms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.weight, self.k_norm.weight
 
-    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]."""
+    def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """x: [tokens, in_features] -> [tokens, hidden]."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        out: torch.Tensor = self.o_proj(attend(self.layer, *self.prepare(qkv, rope)))
+        out: torch.Tensor = self.o_proj(attend(self.layer, qkv, self.norms))
         return out
+
+
+def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By the name that a checkpoint has for each tensor, a view of the parameter or the part of one that it fills."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, FusedLinear):
+                parent = path.rpartition(".")[0]
+                pieces = torch.split_with_sizes(parameter, list(module.parts.values()))
+                tensors |= {f"{parent}.{part}.{name}": piece for part, piece in zip(module.parts, pieces)}
+            else:
+                tensors[f"{path}.{name}"] = parameter
+    return tensors

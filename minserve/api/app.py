@@ -11,15 +11,14 @@ import uuid
 
 from aiohttp import web
 
-from minserve.api.auth import Authenticator
-from minserve.api.chat import chat_completions
-from minserve.api.completions import completions
+from minserve.api.auth import ANYBODY, CALLER, Authenticator
+from minserve.api.body import BODIES
+from minserve.api.cors import Cors
 from minserve.api.errors import error_middleware
-from minserve.api.http import Handler, route_of
-from minserve.api.models import list_models, show_model
+from minserve.api.http import Handler, Route, route_of
+from minserve.api.openapi import OPENAPI, openapi
+from minserve.api.routes import ROUTES
 from minserve.api.service import SERVICE, Service
-from minserve.api.status import health, metrics, ready, version
-from minserve.api.tokenization import detokenize, tokenize
 
 logger = logging.getLogger("minserve.access")
 
@@ -30,30 +29,44 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def build_app(service: Service) -> web.Application:
-    """The routes of one service."""
+    """The routes of one service and, around them, from the outside in: log, other origins, errors, keys, door."""
+    config = service.config
+    cors = Cors(config.allowed_origins)
+    authenticator = Authenticator(config.api_keys, frozenset(route.path for route in ROUTES if route.open))
     app = web.Application(
-        middlewares=[_access_middleware, error_middleware, Authenticator(service.config.api_keys).middleware],
-        client_max_size=service.config.max_request_bytes,
-    )
-    app[SERVICE] = service
-    app.on_response_prepare.append(_add_request_id)
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/completions", completions),
-            web.get("/v1/models", list_models),
-            web.get("/v1/models/{id:.+}", show_model),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.get("/health", health),
-            web.get("/ready", ready),
-            web.get("/ping", health),
-            web.post("/ping", health),
-            web.get("/version", version),
-            web.get("/metrics", metrics),
+        middlewares=[
+            _access_middleware,
+            cors.middleware,
+            error_middleware,
+            authenticator.middleware,
+            _door_middleware,
         ]
     )
+    app[SERVICE] = service
+    app[BODIES] = service.bodies
+    app[OPENAPI] = openapi(ROUTES, with_keys=bool(config.api_keys))
+    app.on_response_prepare.append(_add_request_id)
+    app.on_response_prepare.append(cors.add_headers)
+    app.add_routes([_route_def(route) for route in ROUTES])
     return app
+
+
+def _route_def(route: Route) -> web.RouteDef:
+    # A model's name may hold slashes.
+    path = route.path.replace("}", ":.+}")
+    # GET brings HEAD with it.
+    return web.get(path, route.handler) if route.method == "GET" else web.post(path, route.handler)
+
+
+_NEEDS_ROOM = frozenset(route.path for route in ROUTES if route.needs_room)
+
+
+@web.middleware
+async def _door_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """While the server is full, refuse before a body is read. The handler asks again, when it knows for how much."""
+    if route_of(request) in _NEEDS_ROOM:
+        request.app[SERVICE].admission.check(request[CALLER])
+    return await handler(request)
 
 
 @web.middleware
@@ -68,9 +81,15 @@ async def _access_middleware(request: web.Request, handler: Handler) -> web.Stre
         status = str(response.status)
         return response
     finally:
-        route = route_of(request) or "(no route)"
-        took_ms = (time.perf_counter() - begin) * 1000
-        logger.info("%s %s %s %.0f ms id=%s", request.method, route, status, took_ms, request_id)
+        line = {
+            "method": request.method,
+            "route": route_of(request) or "(no route)",
+            "status": status,
+            "ms": round((time.perf_counter() - begin) * 1000),
+            "request_id": request_id,
+            "key": request.get(CALLER, ANYBODY).number,
+        }
+        logger.info("%(method)s %(route)s %(status)s %(ms)d ms id=%(request_id)s key=%(key)d", line, extra=line)
 
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:

@@ -14,12 +14,20 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
+from minserve.api.auth import CALLER, Caller
 from minserve.api.body import read_json
 from minserve.api.generation import Choice, run
 from minserve.api.http import json_response
 from minserve.api.logprobs import completion_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_text, make_choices
-from minserve.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, usage
+from minserve.api.responses import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    DraftTokensDetails,
+    Usage,
+    usage,
+)
 from minserve.api.sampling import check_prompt_logprobs, check_token_ids, context_overflow, fit_context, sampling_params
 from minserve.api.schemas import MAX_CHOICES, CompletionRequest, parse
 from minserve.api.service import SERVICE, Service
@@ -48,11 +56,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
         )
     if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs cannot be combined with echo and logprobs", param="prompt_logprobs")
-    with service.admit(len(prompts) * asked.n):
-        answer = await _prepare(service, asked, prompts, model)
+    caller = request[CALLER]
+    param = "n" if asked.n > 1 else "prompt"
+    with service.admission.admit(caller, len(prompts) * asked.n, param):
+        answer = await _prepare(service, asked, prompts, model, caller)
         if asked.stream:
             events = answer.chunks()
-            return await stream_events(request, events, keep_alive_s=service.keep_alive_s, stall_s=service.stall_s)
+            return await stream_events(request, events, keep_alive_s=service.keep_alive_s)
         return json_response(await answer.whole())
 
 
@@ -89,7 +99,7 @@ def _prompts(prompt: str | list[object], info: Ready) -> list[Prompt]:
 
 
 async def _prepare(
-    service: Service, request: CompletionRequest, prompts: list[Prompt], model: str
+    service: Service, request: CompletionRequest, prompts: list[Prompt], model: str, caller: Caller
 ) -> "CompletionAnswer":
     answer_id = f"cmpl-{uuid.uuid4().hex}"
     choices: list[Choice] = []
@@ -119,7 +129,7 @@ async def _prepare(
         )
         echo = await service.off_loop(len(token_ids), partial(Echo.of, service.tokenizer, request, prompt, token_ids))
         echoes += [echo] * request.n
-        choices += make_choices(service, request, token_ids, params, answer_id, first_index=len(choices))
+        choices += make_choices(service, request, token_ids, params, answer_id, caller, first_index=len(choices))
     return CompletionAnswer(service, request, answer_id, model, choices, echoes)
 
 
@@ -228,6 +238,10 @@ class CompletionAnswer:
             sum(choice.output.num_tokens for choice in self._choices),
             sum(choice.output.cached_tokens for choice in per_prompt),
             sum(choice.output.cached_host_tokens for choice in per_prompt),
+            DraftTokensDetails(
+                sum(choice.output.draft_tokens for choice in self._choices),
+                sum(choice.output.accepted_tokens for choice in self._choices),
+            ),
         )
 
 

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from minserve.api.http import Handler, json_response, route_of
 from minserve.api.responses import ErrorBody, ErrorResponse
+from minserve.api.service import SERVICE
 from minserve.errors import EngineError, NotFoundError, OverloadedError, RequestError
 
 logger = logging.getLogger("minserve.api")
@@ -41,6 +42,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except OverloadedError as error:
+        request.app[SERVICE].metrics.refused(error.code or "overloaded")
         headers = {"Retry-After": str(error.retry_after_s)}
         return json_response(error_response(error), status=error.status, headers=headers)
     except RequestError as error:
@@ -71,8 +73,6 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.StreamRes
         allowed = ", ".join(sorted(error.allowed_methods))
         headers["Allow"] = allowed
         told = RequestError(f"{request.method} is not allowed here; allowed: {allowed}")
-    elif isinstance(error, web.HTTPRequestEntityTooLarge):
-        told = RequestError(f"the body is larger than the {request.client_max_size} bytes allowed")
     else:
         told = RequestError(error.reason)
     return json_response(error_response(told), status=error.status, headers=headers)

@@ -1,14 +1,36 @@
-"""What every route needs of HTTP: the handler's type, JSON answers, the name of a route.
+"""What every route needs of HTTP: the handler's type, JSON answers, what a route is.
 
 Does not know: what the routes answer.
 """
 
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Route(NamedTuple):
+    """One row of the table of routes: what runs, and all that is said of it elsewhere.
+
+    body: what the request's JSON must be. answer: the JSON of the answer; None: whatever is of the type `media`.
+    chunk: the JSON of an event, if the answer can be a stream.
+    needs_room: refused at the door while the server is full, before its body is read.
+    open: needs no key. may_be_down: 503 is one of its answers, not a failure.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | None = None
+    chunk: type[msgspec.Struct] | None = None
+    media: str = "application/json"
+    needs_room: bool = False
+    open: bool = False
+    may_be_down: bool = False
 
 
 def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -19,6 +41,6 @@ def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str,
 
 
 def route_of(request: web.Request) -> str | None:
-    """The route that runs, as `build_app` spells it, if one does. (A path may hold anything, even line breaks.)"""
+    """The route that runs, as the table spells it, if one does. (A path may hold anything, even line breaks.)"""
     resource = request.match_info.route.resource
     return None if resource is None else resource.canonical

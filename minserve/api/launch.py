@@ -20,6 +20,7 @@ from minserve.config import BLOCK_SIZE, EngineConfig, ServerConfig
 from minserve.errors import ConfigError, EngineDeadError
 from minserve.protocol import Ready, Starting
 from minserve.text.chat import ChatTemplate
+from minserve.text.renderer import Renderer
 from minserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("minserve")
@@ -45,12 +46,13 @@ async def launch(
     logger.info("loading %s from %s", config.served_model_names[0], config.model_path)
     loop = asyncio.get_running_loop()
     bar = LoadingBar()
+    renderer = Renderer(template)
     loading = asyncio.ensure_future(start_engine(engine_config, on_starting=bar.show))
     try:
         _on_signals(loop, loading.cancel)
         engine = await loading
         bar.close()
-        return await _serve(config, engine, tokenizer, template, sock)
+        return await _serve(config, engine, tokenizer, renderer, sock)
     except asyncio.CancelledError:
         logger.info("stopped while loading")
         return EXIT_OK
@@ -59,15 +61,17 @@ async def launch(
         return EXIT_ENGINE_DIED
     finally:
         bar.close()
+        renderer.close()
         sock.close()
         for number in SIGNALS:
             loop.remove_signal_handler(number)
 
 
 async def _serve(
-    config: ServerConfig, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate, sock: socket.socket
+    config: ServerConfig, engine: Engine, tokenizer: Tokenizer, renderer: Renderer, sock: socket.socket
 ) -> int:
-    server = Server(Service(config, engine, tokenizer, template), sock)
+    service = Service(config, engine, tokenizer, renderer)
+    server = Server(service, sock)
     _on_signals(asyncio.get_running_loop(), server.request_stop)
     try:
         await server.start()
@@ -77,6 +81,8 @@ async def _serve(
         raise
     for line in describe(config, engine.info):
         logger.info(line)
+    if service.reasoning is not None:
+        logger.info("reasoning is set apart from answers, in the format of %s", service.reasoning.name)
     logger.info("ready at %s (OpenAI API under /v1)", address_of(sock))
     return await server.run()
 
@@ -90,21 +96,26 @@ def describe(config: ServerConfig, info: Ready) -> list[str]:
         f"context {info.max_model_len} tokens; KV cache {info.num_pages} pages of {BLOCK_SIZE} tokens "
         f"({info.num_pages * BLOCK_SIZE} tokens, {info.kv_cache_bytes / 2**30:.2f} GiB)"
         + (f"; host KV {info.num_host_blocks * BLOCK_SIZE} tokens" if info.num_host_blocks else ""),
+        *([info.draft] if info.draft else []),
         f"up to {info.max_num_seqs} requests at once, {config.max_num_waiting} waiting; {keys}",
     ]
 
 
 class LoadingBar:
-    """The progress of the weights: a bar on a terminal, nothing in a log."""
+    """How far the engine's start is: a bar for each phase on a terminal, nothing in a log."""
 
     def __init__(self) -> None:
         self._bar: tqdm[NoReturn] | None = None
+        self._phase = ""
 
     def show(self, starting: Starting) -> None:
         """Take the engine's word for how far it is."""
-        if self._bar is None:
-            self._bar = tqdm(total=starting.total_bytes, desc="weights", unit="B", unit_scale=True, disable=None)
-        self._bar.update(starting.loaded_bytes - self._bar.n)
+        if self._bar is None or starting.phase != self._phase:
+            self.close()
+            unit, scale = ("B", True) if starting.phase == "weights" else ("it", False)
+            self._phase = starting.phase
+            self._bar = tqdm(total=starting.total, desc=starting.phase, unit=unit, unit_scale=scale, disable=None)
+        self._bar.update(starting.done - self._bar.n)
 
     def close(self) -> None:
         """Leave the terminal to others."""

@@ -9,19 +9,17 @@ from typing import Any
 
 import msgspec
 
+from minserve.api.auth import Caller
 from minserve.api.body import convert
 from minserve.api.generation import Choice
 from minserve.api.messages import Message, Tool
 from minserve.api.sampling import check_token_ids, choice_seed, context_overflow
 from minserve.api.schemas import ChatRequest, GenerationRequest, TokenizeRequest
-from minserve.api.service import LONG_TEXT_CHARS, Service
+from minserve.api.service import Service
 from minserve.errors import RequestError
 from minserve.protocol import SamplingParams, Submit
 from minserve.text.detokenizer import Detokenizer
 from minserve.text.output import Output
-
-CHARS_PER_MESSAGE = 64
-"""What a message costs a template beside its text."""
 
 
 async def encode_text(service: Service, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
@@ -38,28 +36,23 @@ async def encode_text(service: Service, text: str, *, add_special_tokens: bool, 
     return token_ids
 
 
-async def encode_chat(
-    service: Service, request: ChatRequest | TokenizeRequest, messages: Sequence[Message], *, add_special_tokens: bool
-) -> list[int]:
-    """Token ids of a chat as the model's template writes it."""
+async def render_chat(service: Service, request: ChatRequest | TokenizeRequest, messages: Sequence[Message]) -> str:
+    """A chat as the model's template writes it."""
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not request.continue_final_message
     max_model_len = service.engine.info.max_model_len
     if len(messages) >= max_model_len:
         raise context_overflow(f"at least {len(messages)}", max_model_len, "messages")
-
-    def render() -> str:
-        return service.template.render(
-            [_template_message(message, index) for index, message in enumerate(messages)],
-            tools=_checked_tools(request) or None,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            template_kwargs=request.chat_template_kwargs,
-        )
-
-    text = await service.off_loop(_num_chars(request, messages), render)
-    return await encode_text(service, text, add_special_tokens=add_special_tokens, param="messages")
+    return await service.renderer.render(
+        {
+            "messages": [_template_message(message, index) for index, message in enumerate(messages)],
+            "tools": _checked_tools(request) or None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": request.continue_final_message,
+            "template_kwargs": request.chat_template_kwargs,
+        }
+    )
 
 
 def make_choices(
@@ -68,6 +61,7 @@ def make_choices(
     prompt_token_ids: list[int],
     params: SamplingParams,
     answer_id: str,
+    caller: Caller,
     *,
     first_index: int = 0,
     keep_special_ids: frozenset[int] = frozenset(),
@@ -89,7 +83,7 @@ def make_choices(
             request_id=f"{answer_id}-{index}",
             prompt_token_ids=prompt_token_ids,
             params=msgspec.structs.replace(params, seed=choice_seed(params.seed, number)),
-            cache_salt=request.cache_salt or "",
+            cache_salt=caller.salt(request.cache_salt),
         )
         output = Output(index, submit.params, detokenizer)
         choices.append(Choice(submit, output, service.metrics.start(len(prompt_token_ids))))
@@ -110,8 +104,12 @@ def _checked_tools(request: ChatRequest | TokenizeRequest) -> list[dict[str, Any
 
 
 def _template_message(message: Message, index: int) -> dict[str, Any]:
-    """The message as templates know it: "developer" is OpenAI's newer word for "system"; content is always there."""
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+    """The message as templates know it: "developer" is OpenAI's newer word for "system"; content is always there.
+
+    An answer of ours has no content if it is a call, or if it was cut while the model reasoned.
+    """
+    reasoning = message.reasoning_content or message.reasoning
+    if message.content is None and not (message.role == "assistant" and (message.tool_calls or reasoning)):
         raise RequestError(f"messages[{index}].content is missing", param=f"messages[{index}].content")
     shown: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
@@ -126,16 +124,3 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
         "reasoning": message.reasoning,
     }
     return shown | {name: value for name, value in optional.items() if value is not None}
-
-
-def _num_chars(request: ChatRequest | TokenizeRequest, messages: Sequence[Message]) -> int:
-    """How much there is to render, roughly: what cannot be told cheaply counts as long."""
-    if request.tools or request.chat_template_kwargs or any(message.tool_calls for message in messages):
-        return LONG_TEXT_CHARS
-    return sum(CHARS_PER_MESSAGE + _num_content_chars(message) for message in messages)
-
-
-def _num_content_chars(message: Message) -> int:
-    if isinstance(message.content, list):
-        return sum(len(str(part.get("text", ""))) for part in message.content)
-    return len(message.content or "")

@@ -37,11 +37,27 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens_details: CachedTokensDetails
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class DraftTokensDetails(msgspec.Struct):
+    """Drafts of the answer's tokens that were verified, and those that were right."""
+
+    draft_tokens: int
+    accepted_tokens: int
+
+
 class Usage(msgspec.Struct):
+    """completion_tokens_details: of chats with a model whose reasoning is told from its answers. draft_tokens_details:
+    where the server drafts."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    draft_tokens_details: DraftTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -79,17 +95,18 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """index: in chunks only, where OpenAI's clients need it to join them."""
-
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
-    index: int | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct):
+    """reasoning: under the names of vLLM and of DeepSeek; null if there was none, absent if it is not looked for."""
+
     role: Literal["assistant"]
     content: str | None
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -111,10 +128,26 @@ class ChatResponse(msgspec.Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class FunctionCallDelta(msgspec.Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """What a chunk adds to the call of that index: at first its id and name, then pieces of its arguments."""
+
+    index: int
+    function: FunctionCallDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -197,7 +230,13 @@ class VersionResponse(msgspec.Struct):
     version: str
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int, num_cached_on_host: int) -> Usage:
+def usage(
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    num_cached_tokens: int,
+    num_cached_on_host: int,
+    drafts: DraftTokensDetails,
+) -> Usage:
     """The token counts of one request, all its choices together. num_cached_on_host: a part of num_cached_tokens."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
@@ -206,4 +245,5 @@ def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens:
         prompt_tokens_details=PromptTokensDetails(
             num_cached_tokens, CachedTokensDetails(num_cached_tokens - num_cached_on_host, num_cached_on_host)
         ),
+        draft_tokens_details=drafts if drafts.draft_tokens else UNSET,
     )

@@ -130,7 +130,5 @@ def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
             raise RequestError(
                 f"logit_bias keys must be token ids from 0 to {vocab_size - 1}, got {key[:40]!r}", param="logit_bias"
             )
-        if not -100 <= value <= 100:
-            raise RequestError(f"logit_bias values must be from -100 to 100, got {value}", param="logit_bias")
         checked[int(key)] = value
     return checked

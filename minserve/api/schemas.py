@@ -5,54 +5,52 @@ Does not know: the model (limits that depend on it are in `sampling`), HTTP, tex
 """
 
 import difflib
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from minserve.api.body import MAX_NAME_CHARS, convert
 from minserve.api.messages import Message
 from minserve.errors import RequestError
-from minserve.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REQUEST_STOP_TOKEN_IDS
+from minserve.protocol import (
+    MAX_LOGIT_BIAS,
+    MAX_REQUEST_STOP_TOKEN_IDS,
+    LogitBias,
+    NumLogprobs,
+    Penalty,
+    PositiveShare,
+    RepetitionPenalty,
+    Share,
+    Temperature,
+)
 
 MAX_CHOICES = 1024
 """Texts that one request may ask for: prompts times n."""
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-MAX_SALT_CHARS = 256
+# The bounds, as types: msgspec holds requests to them, /openapi.json shows them. Those of sampling are the engine's.
+NumChoices = Annotated[int, Meta(ge=1, le=128)]
+NumTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+MinTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+StopTokenIds = Annotated[list[int], Meta(max_length=MAX_REQUEST_STOP_TOKEN_IDS)]
+LogitBiases = Annotated[dict[str, LogitBias], Meta(max_length=MAX_LOGIT_BIAS)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+Messages = Annotated[list[Message], Meta(min_length=1)]
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
+TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=64)]
 
-
-class Bound(NamedTuple):
-    """low <= value <= high, or low < value if open."""
-
-    low: float
-    high: float
-    open: bool = False
-
-    def check(self, name: str, value: float) -> None:
-        above = value > self.low if self.open else value >= self.low
-        if not above or value > self.high:
-            allowed = f"above {self.low}" if self.open else f"at least {self.low}"
-            raise RequestError(f"{name} must be {allowed} and at most {self.high}, got {value}", param=name)
-
-
-BOUNDS: dict[str, Bound] = {
-    "n": Bound(1, 128),
-    "max_tokens": Bound(1, 2**31 - 1),
-    "max_completion_tokens": Bound(1, 2**31 - 1),
-    "min_tokens": Bound(0, 2**31 - 1),
-    "temperature": Bound(0, 100),
-    "top_p": Bound(0, 1, open=True),
-    "top_k": Bound(-1, 2**31 - 1),
-    "min_p": Bound(0, 1),
-    "repetition_penalty": Bound(0.01, 100),
-    "presence_penalty": Bound(-2, 2),
-    "frequency_penalty": Bound(-2, 2),
-    "seed": Bound(-(2**63), 2**63 - 1),
-    "logprobs": Bound(0, MAX_LOGPROBS),
-    "top_logprobs": Bound(0, MAX_LOGPROBS),
-    "prompt_logprobs": Bound(0, MAX_LOGPROBS),
-}
+_TOKEN_ID_SCHEMA = {"type": "integer", "minimum": 0}
+_PROMPT_FORMS = [
+    {"items": {"type": "string", "minLength": 1}, "maxItems": MAX_CHOICES},
+    {"items": _TOKEN_ID_SCHEMA},
+    {"items": {"type": "array", "items": _TOKEN_ID_SCHEMA, "minItems": 1}, "maxItems": MAX_CHOICES},
+]
+PromptList = Annotated[list[Any], Meta(extra_json_schema={"minItems": 1, "anyOf": _PROMPT_FORMS})]
+"""msgspec cannot tell one kind of list from another; `completions` does."""
 
 INERT = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -71,6 +69,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
     "include_reasoning": (True,),
     "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "functions": ([],),
@@ -108,25 +107,25 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = 1
-    seed: int | None = None
-    stop: str | list[str] = []
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int = 0
+    n: NumChoices = 1
+    seed: Seed | None = None
+    stop: StopString | StopStrings = []
+    max_tokens: NumTokens | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveShare | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBiases = {}
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: MinTokens = 0
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []
+    stop_token_ids: StopTokenIds = []
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    prompt_logprobs: int | None = None
-    cache_salt: str | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -139,18 +138,23 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+    include_reasoning: send it (vLLM's field). separate_reasoning: set it apart from the content (SGLang's).
+    """
+
+    messages: Messages
+    max_completion_tokens: NumTokens | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] = []
+    top_logprobs: NumLogprobs | None = None
+    tools: Tools = []
     tool_choice: str | dict[str, Any] | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: TemplateKwargs = {}
 
     @property
     def limit(self) -> int | None:
@@ -160,9 +164,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """POST /v1/completions. prompt: a text, token ids, or a list of either."""
 
-    prompt: str | list[Any]
+    prompt: Annotated[str, Meta(min_length=1)] | PromptList
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
     add_special_tokens: bool = True
 
 
@@ -171,12 +175,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[dict[str, Any]] = []
+    messages: Messages | None = None
+    tools: Tools = []
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: TemplateKwargs = {}
     return_token_strs: bool = False
 
 
@@ -195,10 +199,6 @@ def parse(fields: dict[str, Any], kind: type[R]) -> R:
     known = set(kind.__struct_fields__)
     _check_names(fields, known)
     request = convert({name: value for name, value in fields.items() if name in known}, kind)
-    for name, bound in BOUNDS.items():
-        value = getattr(request, name, None)
-        if value is not None and not isinstance(value, bool):
-            bound.check(name, value)
     if isinstance(request, GenerationRequest):
         _check_generation(request)
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
@@ -212,7 +212,8 @@ def _check_names(fields: dict[str, Any], known: set[str]) -> None:
             continue
         if name in NOT_SUPPORTED:
             neutral = NOT_SUPPORTED[name]
-            if value in neutral:
+            # In Python, True == 1; in JSON they differ.
+            if any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral):
                 continue
             allowed = f"; allowed: {', '.join(map(repr, neutral))} or absent" if neutral else ""
             raise RequestError(f"{name} is not supported{allowed}", param=name, code="unsupported_parameter")
@@ -223,20 +224,11 @@ def _check_names(fields: dict[str, Any], known: set[str]) -> None:
 
 
 def _check_generation(request: GenerationRequest) -> None:
-    stops = request.stop_strings
-    if len(stops) > MAX_STOP_STRINGS:
-        raise RequestError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}", param="stop")
-    if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise RequestError(f"stop strings must have 1 to {MAX_STOP_CHARS} characters each", param="stop")
-    for name, most in (("stop_token_ids", MAX_REQUEST_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS)):
-        if len(getattr(request, name)) > most:
-            raise RequestError(f"{name} may hold at most {most} entries", param=name)
     if request.limit is not None and request.min_tokens > request.limit:
         raise RequestError(f"min_tokens must be at most max_tokens ({request.limit})", param="min_tokens")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
-    salt = request.cache_salt
-    if salt is not None and not (1 <= len(salt) <= MAX_SALT_CHARS and salt.isprintable()):
-        raise RequestError(f"cache_salt must be 1 to {MAX_SALT_CHARS} printable characters", param="cache_salt")
+    if request.cache_salt is not None and not request.cache_salt.isprintable():
+        raise RequestError("cache_salt must be printable characters", param="cache_salt")
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs is not available when stream is true", param="prompt_logprobs")

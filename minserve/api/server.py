@@ -17,10 +17,18 @@ from aiohttp import web
 
 from minserve.api.activity import log_activity
 from minserve.api.app import build_app
+from minserve.api.connections import Connections, room_for_connections
 from minserve.api.service import Service
 from minserve.errors import ConfigError
 
 logger = logging.getLogger("minserve")
+
+STALL_S = 30.0
+"""A client that reads nothing of its answer for so long holds a place that others want."""
+
+IDLE_S = 75.0
+"""A connection without a request, or with headers that never end, is closed after so long. Proxies keep theirs for 60
+s; the side that sends requests should be the first to close."""
 
 ENGINE_STOP_S = 10.0
 SETTLE_S = 2.0
@@ -59,17 +67,23 @@ def address_of(sock: socket.socket) -> str:
 class Server:
     """A service behind a socket."""
 
-    def __init__(self, service: Service, sock: socket.socket) -> None:
+    def __init__(
+        self, service: Service, sock: socket.socket, *, stall_s: float = STALL_S, idle_s: float = IDLE_S
+    ) -> None:
         self._service = service
         self._sock = sock
         # Without cancellation a handler would never learn that its client has gone.
+        self.app = build_app(service)
         self._runner = web.AppRunner(
-            build_app(service),
+            self.app,
             handler_cancellation=True,
             access_log=None,
             auto_decompress=False,
+            keepalive_timeout=idle_s,
             shutdown_timeout=SETTLE_S,
         )
+        self._stall_s = stall_s
+        self._listener: asyncio.Server | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
@@ -77,8 +91,16 @@ class Server:
     async def start(self) -> None:
         """Listen. Raises ConfigError if another server that was bound to the port too has come first."""
         await self._runner.setup()
+        assert self._runner.server is not None
+        most = room_for_connections(self._service.config.max_connections)
+        connections = Connections(self._runner.server, most, self._stall_s)
+        self._service.metrics.gauge("minserve:connections", "Clients connected", lambda: connections.num_open)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel's own watch over what is too little to fill our buffer
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._stall_s * 1000))
         try:
-            await web.SockSite(self._runner, self._sock, backlog=BACKLOG).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                connections, sock=self._sock, backlog=BACKLOG
+            )
         except OSError as error:
             raise ConfigError(f"cannot listen at {address_of(self._sock)}: {error.strerror}") from None
         self._activity = asyncio.create_task(log_activity(lambda: self._service.engine.stats))
@@ -87,7 +109,7 @@ class Server:
         """Drain; asked a second time, end at once."""
         if self._stop.is_set():
             self._hurry.set()
-        self._service.draining = True
+        self._service.admission.draining = True
         self._stop.set()
 
     async def run(self) -> int:
@@ -104,7 +126,7 @@ class Server:
                 exit_code = EXIT_ENGINE_DIED
             await engine.stop(0.0 if died.done() or self._hurry.is_set() else ENGINE_STOP_S)
             # For the last events of the streams that were still open.
-            await _first(self._service.wait_idle(), timeout_s=SETTLE_S)
+            await _first(self._service.admission.wait_idle(), timeout_s=SETTLE_S)
             return exit_code
         finally:
             died.cancel()
@@ -113,12 +135,14 @@ class Server:
     async def _drain(self, died: "asyncio.Task[str]") -> None:
         timeout_s = self._service.config.shutdown_timeout_s
         logger.info("stopping: running requests have %g s to finish; once more to stop at once", timeout_s)
-        await _first(died, self._hurry.wait(), self._service.wait_idle(), timeout_s=timeout_s)
+        await _first(died, self._hurry.wait(), self._service.admission.wait_idle(), timeout_s=timeout_s)
 
     async def close(self) -> None:
         """End what start() began; run() has done it when it returns."""
         if self._activity is not None:
             self._activity.cancel()
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
         self._service.close()
 

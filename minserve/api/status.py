@@ -20,7 +20,7 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """200 while new work is taken, else 503."""
     service = request.app[SERVICE]
-    if service.ready:
+    if service.admission.open:
         return json_response(StatusResponse("ready"))
     return json_response(StatusResponse("draining" if service.engine.alive else "dead"), status=503)
 

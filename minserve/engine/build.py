@@ -4,20 +4,26 @@ Owns: the order of start-up. Every value is decided before the object that needs
 """
 
 import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
-from minserve.config import EngineConfig
+from minserve.config import BLOCK_SIZE, EngineConfig
 from minserve.engine.core import Engine
 from minserve.engine.scheduler import Scheduler
 from minserve.engine.sizing import (
-    choose_batched_tokens,
+    CUDA_DRIVER_BYTES,
+    choose_batch,
     choose_context,
     choose_device,
     choose_dtype,
     kv_cache_bytes,
     num_host_blocks,
+    refuse_unsupported,
 )
 from minserve.errors import ConfigError
 from minserve.memory.blocks import BlockManager, blocks_for
@@ -25,32 +31,64 @@ from minserve.memory.copies import SyncCopies
 from minserve.memory.host_pool import HostPool
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
-from minserve.models.causal_lm import CausalLM
+from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
-from minserve.models.registry import build_model
-from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, Ready
+from minserve.models.eagle3 import Eagle3Head
+from minserve.protocol import MAX_DRAFT_TOKENS, MAX_MODEL_END_TOKEN_IDS, Ready
+from minserve.runner.attention import KVContext
+from minserve.runner.decode import Decode, StepKind
+from minserve.runner.graphs import CudaRecorder, DecodeGraphs, graph_sizes
+from minserve.runner.prefill import KEY_STEP, FlashShapes
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
-from minserve.weights.loader import Progress, init_dummy_weights, load_weights
+from minserve.runner.warmup import plan_shapes, workspace_bytes
+from minserve.spec.draft import Drafter, NoDrafter
+from minserve.spec.lengths import AdaptiveLength, DraftLengths, FixedLength
+from minserve.weights.eagle3 import load_eagle3
+from minserve.weights.loader import init_dummy_weights, load_weights
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is: ("weights", bytes, bytes in all)."""
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """Load the model and lay out the memory. progress: told (bytes loaded, bytes in all).
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """What the engine computes on and with. shapes: those of prefill's attention, where it has fixed ones; drafts: how
+    many are proposed."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    shapes: FlashShapes | None
+    drafts: DraftLengths
+
+
+def build_engine(config: EngineConfig, progress: Progress = lambda *_: None) -> Engine:
+    """Load the model and lay out the memory.
 
     Raises ConfigError (a WeightsError, where files are at fault) for what the user can mend.
     """
+    try:
+        return _build(config, progress)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(f"the GPU's memory is too small for this model and these settings: {error}") from error
+
+
+def _build(config: EngineConfig, progress: Progress) -> Engine:
     model_config = ModelConfig.from_folder(Path(config.model_path), config.rope_scaling)
-    device = choose_device(config)
-    max_num_batched_tokens = choose_batched_tokens(config, device)
-    dtype = choose_dtype(config, model_config, device)
+    machine = _choose_machine(config, model_config)
+    device, dtype = machine.device, machine.dtype
     model, weights_bytes = _load(config, model_config, device, dtype, progress)
-    kv_bytes = kv_cache_bytes(config, device)
-    max_model_len, num_pages = choose_context(config, model_config, dtype, kv_bytes)
-    model.set_max_positions(max_model_len)
+    model.set_max_positions(config.max_model_len or model_config.max_position_embeddings)
+    head = _load_head(config, model, machine)
+    new_drafter = partial(_drafter, head, config.draft_window)
+    kv_bytes = kv_cache_bytes(config, device, _workspace_bytes(model, machine, new_drafter))
+    max_model_len, num_pages = choose_context(config, model_config, dtype, machine.max_num_seqs, kv_bytes)
     pages = KVPages(model_config, num_pages, dtype, device)
     promised_bytes = pages.kv.nbytes if device.type == "cpu" else 0
     host = HostPool(num_host_blocks(config, KVPages.bytes_per_page(model_config, dtype), promised_bytes), pages)
-    lanes = Lanes(config.max_num_seqs, blocks_for(max_model_len), model_config.vocab_size, device)
+    lanes = Lanes(machine.max_num_seqs, blocks_for(max_model_len), model_config.vocab_size, device)
     scheduler = Scheduler(
         BlockManager(
             num_pages,
@@ -59,15 +97,16 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             num_host_blocks=host.kv.shape[0],
             copies=SyncCopies(host.move),
         ),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=machine.max_num_seqs,
+        max_num_batched_tokens=machine.max_num_batched_tokens,
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
         end_token_ids=_end_token_ids(config, model_config.vocab_size),
         prefill_reserve=blocks_for(config.prefill_reserve),
+        chunk_step=KEY_STEP if machine.shapes is not None else 1,
+        drafts=machine.drafts,
     )
-    sampler = Sampler(lanes, model_config.vocab_size, config.token_id_ranges)
-    run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
+    runner = _runner(config, machine, model, pages, lanes, new_drafter(lanes), progress)
     info = Ready(
         architecture=model_config.architecture,
         device=_device_name(device),
@@ -78,9 +117,98 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         num_host_blocks=host.kv.shape[0],
         kv_cache_bytes=pages.kv.nbytes,
         weights_bytes=weights_bytes,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=machine.max_num_seqs,
+        draft="" if head is None else head.describe(),
     )
-    return Engine(scheduler, lanes, Runner(model, pages, lanes, sampler), run_ahead=run_ahead, info=info)
+    run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
+    return Engine(scheduler, lanes, runner, run_ahead=run_ahead, info=info)
+
+
+def _choose_machine(config: EngineConfig, model_config: ModelConfig) -> _Machine:
+    device = choose_device(config)
+    refuse_unsupported(model_config, device)
+    dtype = choose_dtype(config, model_config, device)
+    drafts = _choose_drafts(config)
+    max_num_seqs, max_num_batched_tokens = choose_batch(config, device, drafts.most)
+    fixed = device.type == "cuda" and dtype != torch.float32  # cuDNN has no attention in float32
+    shapes = FlashShapes.for_chunks_of(max_num_batched_tokens) if fixed else None
+    return _Machine(device, dtype, max_num_seqs, max_num_batched_tokens, shapes, drafts)
+
+
+def _choose_drafts(config: EngineConfig) -> DraftLengths:
+    if config.draft_path is None:
+        if config.num_draft_tokens is not None:
+            raise ConfigError("--num-draft-tokens needs --draft, which proposes them")
+        return FixedLength(0)
+    return AdaptiveLength() if config.num_draft_tokens is None else FixedLength(config.num_draft_tokens)
+
+
+def _load_head(config: EngineConfig, model: CausalLM, machine: _Machine) -> Eagle3Head | None:
+    if config.draft_path is None:
+        return None
+    head = load_eagle3(Path(config.draft_path), model.config, device=machine.device, dtype=machine.dtype)
+    head.share_with(model)
+    # Chains of drafts go beyond the text's end, and so do launched steps that turn out to be too many.
+    head.set_max_positions(model.rope_table.shape[0] + 4 * MAX_DRAFT_TOKENS)
+    return head
+
+
+def _drafter(head: Eagle3Head | None, window: int, lanes: Lanes) -> Drafter | NoDrafter:
+    if head is None:
+        return NoDrafter()
+    sizes = (window, head.config.window or window, head.rope_table.shape[0])
+    return Drafter(head, lanes, max(64, min(sizes) // BLOCK_SIZE * BLOCK_SIZE))
+
+
+def _workspace_bytes(model: CausalLM, machine: _Machine, new_drafter: Callable[[Lanes], Drafter | NoDrafter]) -> int:
+    """What steps need beside weights and KV; on a CPU nobody counts it."""
+    if machine.device.type == "cpu":
+        return 0
+    num_bytes = workspace_bytes(
+        model,
+        new_drafter,
+        torch.empty(0, dtype=machine.dtype, device=machine.device),
+        num_tokens=machine.max_num_batched_tokens,
+        num_lanes=graph_sizes(machine.max_num_seqs)[-1],
+        num_drafts=machine.drafts.most,
+        shapes=machine.shapes,
+    )
+    torch.cuda.empty_cache()
+    return CUDA_DRIVER_BYTES + num_bytes
+
+
+def _runner(
+    config: EngineConfig,
+    machine: _Machine,
+    model: CausalLM,
+    pages: KVPages,
+    lanes: Lanes,
+    drafter: Drafter | NoDrafter,
+    progress: Progress,
+) -> Runner:
+    """The runner, warm: what takes its time once has been done."""
+    vocab_size = model.config.vocab_size
+    sampler = Sampler(lanes, vocab_size, config.token_id_ranges)
+    context = KVContext(pages.kv, lanes.page_table, model.rope_table, model.config.rms_norm_eps)
+    decode = Decode(model, context, lanes, sampler, drafter)
+    if machine.shapes is not None:
+        max_keys = lanes.page_table.shape[1] * BLOCK_SIZE
+        plan_shapes(machine.shapes, model, machine.dtype, max_keys, partial(progress, "attention plans"))
+    if machine.device.type == "cpu" or config.enforce_eager:
+        return Runner(model, context, sampler, decode, drafter, machine.shapes)
+    graphs = DecodeGraphs(
+        decode,
+        CudaRecorder(),
+        max_lanes=machine.max_num_seqs,
+        most_drafts=machine.drafts.most,
+        vocab_size=vocab_size,
+        dtype=machine.dtype,
+        device=machine.device,
+    )
+    usual = machine.drafts.usual
+    kinds = [StepKind(*kind) for kind in product(usual, usual, (False, True))]
+    graphs.capture(kinds, partial(progress, "CUDA graphs"))
+    return Runner(model, context, sampler, graphs, drafter, machine.shapes)
 
 
 def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:
@@ -92,12 +220,15 @@ def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:
 
 
 def _load(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress
 ) -> tuple[CausalLM, int]:
-    model = build_model(model_config)
+    model, fp8 = build_model(model_config), config.quantization == "fp8"
     if config.load_format == "dummy":
-        return model, init_dummy_weights(model, device=device, dtype=dtype, seed=config.seed)
-    return model, load_weights(model, Path(config.model_path), device=device, dtype=dtype, progress=progress)
+        return model, init_dummy_weights(model, device=device, dtype=dtype, fp8=fp8, seed=config.seed)
+    folder = Path(config.model_path)
+    return model, load_weights(
+        model, folder, device=device, dtype=dtype, fp8=fp8, progress=partial(progress, "weights")
+    )
 
 
 def _device_name(device: torch.device) -> str:

@@ -4,12 +4,23 @@ Owns: the scheduler, the lanes' tables and the runner, and how many steps are in
 Does not know: sockets, text, HTTP.
 """
 
+import time
 from collections import deque
+from typing import NamedTuple
 
+from minserve.engine.plan import StepResult
 from minserve.engine.scheduler import Scheduler
 from minserve.memory.lanes import Lanes
 from minserve.protocol import Delta, Outputs, Ready, Submit
 from minserve.runner.runner import Runner, RunningStep
+
+
+class _InFlight(NamedTuple):
+    """A launched step. tells: how long it takes says how long others like it take."""
+
+    running: RunningStep
+    launched_at: float
+    tells: bool
 
 
 class Engine:
@@ -25,7 +36,8 @@ class Engine:
         self._lanes = lanes
         self._runner = runner
         self._run_ahead = run_ahead
-        self._in_flight: deque[RunningStep] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_result_at = 0.0
 
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises RequestError, with nothing changed, if it can never be served."""
@@ -49,7 +61,9 @@ class Engine:
         plan = self._scheduler.schedule()
         if not plan.is_empty:
             self._lanes.prepare(plan)
-            self._in_flight.append(self._runner.run(plan))
+            tells = not plan.chunks and plan.num_drafts == plan.num_proposals
+            launched_at = time.perf_counter()  # a CPU computes the step while it is launched
+            self._in_flight.append(_InFlight(self._runner.run(plan), launched_at, tells))
         deltas = self._commit(keep=0 if plan.is_empty else self._run_ahead)
         return Outputs(deltas=deltas, stats=self._scheduler.stats())
 
@@ -57,8 +71,16 @@ class Engine:
         """Take in the results of all launched steps but the `keep` newest."""
         deltas = self._scheduler.take_ended()
         while len(self._in_flight) > keep:
-            deltas += self._scheduler.commit(self._in_flight.popleft().result())
+            deltas += self._scheduler.commit(self._result_of(self._in_flight.popleft()))
         return deltas
+
+    def _result_of(self, step: "_InFlight") -> StepResult:
+        result = step.running.result()
+        now = time.perf_counter()
+        if step.tells:
+            result.seconds = now - max(step.launched_at, self._last_result_at)
+        self._last_result_at = now
+        return result
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix, so that the next request starts cold."""

@@ -13,19 +13,22 @@ from minserve.engine.request import Request
 class Launched:
     """What a launched step does for one request: computes its tokens up to num_computed, and perhaps samples.
 
-    chunk: None for a decode row.
+    chunk: None for a decode, which verifies num_drafts drafts.
     """
 
     request: Request
     num_computed: int
     samples: bool
     chunk: Chunk | None
+    num_drafts: int = 0
 
 
 @dataclass(slots=True)
 class Decisions:
-    """A plan in the making. counts: how many tokens each request computes."""
+    """A plan in the making. counts: how many tokens each request computes; num_drafts: and how many drafts, if it
+    decodes."""
 
+    num_drafts: int = 0
     counts: dict[Request, int] = field(default_factory=dict)
     new_pages: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     preempted: bool = False

@@ -2,8 +2,8 @@
 
 Owns: the words that scheduler, memory and runner exchange. Imports no torch.
 
-A plan names requests by their lanes. It does not name the tokens of decode rows: those may not be known on the host
-yet, and are read on the device.
+A plan names requests by their lanes. It names neither tokens nor positions of decode rows: those may not be known on
+the host yet, and are read on the device.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ from minserve.protocol import SamplingParams, TokenLogprobs
 class LaneSetup:
     """A request takes a lane: its sampling state has to be written before its first row.
 
-    token_ids: the prompt and, for a request that was preempted, what it had generated.
+    token_ids: the prompt and, for a request that was preempted, what it had generated; given if it is penalized.
+    num_tokens: how many these are; start: the first position that is computed in this lane; end: no token will ever
+    stand at or after this position.
     end_token_ids: tokens that end it, not to be sampled before min_tokens. last_token: the input of its first decode
     row, if it comes back with all other KV cached.
     """
@@ -24,6 +26,9 @@ class LaneSetup:
     lane: int
     params: SamplingParams
     token_ids: Sequence[int]
+    num_tokens: int
+    start: int
+    end: int
     num_prompt_tokens: int
     end_token_ids: tuple[int, ...]
     last_token: int
@@ -34,7 +39,8 @@ class LaneSetup:
 class Chunk:
     """Part of a prompt: token_ids are those at positions [start, start + len(token_ids)) of the lane.
 
-    samples: it reaches the end, so its last row yields the next token.
+    samples: it reaches the end, so its last row yields the next token. following: the token after it, which is known if
+    that is not so; else -1.
     prompt_targets: the tokens whose log probabilities are wanted, one a row: the next prompt token of each (at most
     as many as rows); prompt_logprobs: with how many alternatives.
     """
@@ -43,67 +49,62 @@ class Chunk:
     start: int
     token_ids: Sequence[int]
     samples: bool
+    following: int = -1
     prompt_targets: Sequence[int] = ()
     prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One decode row: the lane's last token, at `position`."""
-
-    lane: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A row that yields a token, which will stand at `position`.
+    """A lane that yields tokens.
 
-    logprobs: how many alternatives to report, or None. adjusted: the lane has penalties, bias or a minimum length;
-    penalized: it has penalties, so its counts are kept.
-    greedy: the most likely token, no noise. filtered: top-k, top-p or min-p is on.
+    logprobs: how many alternatives to report of each, or None. adjusted: it has penalties, bias or a minimum length.
     """
 
     lane: int
-    position: int
     logprobs: int | None
     adjusted: bool
-    penalized: bool
-    greedy: bool
-    filtered: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one step does, in this order: set lanes up, write new pages into tables, run chunks, run rows, sample.
+    """What one step does, in this order: set lanes up, write new pages into tables, run chunks, decode, sample.
 
-    new_pages: (lane, first block, pages). samples: those of the chunks that reach their end, then one for each row.
+    new_pages: (lane, first block, pages). decodes: lanes that compute their last token and num_drafts drafts behind it,
+    one row each. samples: those of the chunks that reach their end, then one for each of decodes; all of them propose
+    num_proposals drafts for the next step.
     """
 
     step: int
     setups: Sequence[LaneSetup] = ()
     new_pages: Sequence[tuple[int, int, Sequence[int]]] = ()
     chunks: Sequence[Chunk] = ()
-    rows: Sequence[Row] = ()
+    decodes: Sequence[int] = ()
+    num_drafts: int = 0
+    num_proposals: int = 0
     samples: Sequence[Sample] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.chunks or self.rows)
+        return not (self.chunks or self.decodes)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.rows) + sum(len(chunk.token_ids) for chunk in self.chunks)
+        """Rows of all chunks and decodes."""
+        return len(self.decodes) * (1 + self.num_drafts) + sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave: one token for each of the plan's samples; log probabilities where asked for.
+    """What a step gave: for each of the plan's samples one token, and one more for each draft that was accepted; their
+    log probabilities, where asked for.
 
     prompt_logprobs: one list for each of the plan's chunks, one entry for each of its prompt_targets.
+    seconds: what such a step takes; None if this one does not tell.
     """
 
     step: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None]
+    token_ids: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[TokenLogprobs] | None]
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = field(default_factory=list)
+    seconds: float | None = None

@@ -8,6 +8,7 @@ The first message in is an EngineConfig; then ToEngine messages. Out come FromEn
 nobody is left to serve, and the process ends at once.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -137,6 +138,9 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         engine = build_engine(channel.receive_config(), _reporter(channel))
+        # What lives for ever need not be looked at by every collection: one takes as long as some steps.
+        gc.collect()
+        gc.freeze()
         channel.send(engine.info)
         EngineLoop(engine, channel).run()
     except EOFError:
@@ -150,16 +154,16 @@ def main() -> None:
         sys.exit(1)
 
 
-def _reporter(channel: Channel) -> Callable[[int, int], None]:
+def _reporter(channel: Channel) -> Callable[[str, int, int], None]:
     """Tells the API process of every percent, not of every tensor."""
-    sent = -1
+    sent = ("", 0)
 
-    def report(loaded_bytes: int, total_bytes: int) -> None:
+    def report(phase: str, done: int, total: int) -> None:
         nonlocal sent
-        percent = 100 * loaded_bytes // max(1, total_bytes)
-        if percent > sent:
-            sent = percent
-            channel.send(Starting(loaded_bytes, total_bytes))
+        now = (phase, 100 * done // max(1, total))
+        if now != sent:
+            sent = now
+            channel.send(Starting(phase, done, total))
 
     return report
 

@@ -8,6 +8,9 @@ There is no prefill phase and no decode phase, only num_computed catching up wit
     [num_prompt_tokens, len(token_ids))       generated and known
     [len(token_ids), num_tokens)              being sampled by launched steps, known to the device only
     [0, num_computed)                         KV is in pages, or will be when the launched steps have ended
+
+Launched steps that verify drafts may yield more tokens than that, num_drafts_in_flight at most: num_tokens and
+num_computed are what is certain.
 """
 
 from collections.abc import Sequence
@@ -43,6 +46,9 @@ class Request:
     lane: int = -1
     num_computed: int = 0
     num_in_flight: int = 0
+    num_drafts_in_flight: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     is_set_up: bool = False
     found: Cached = NOTHING_CACHED
     cached: Cached | None = None
@@ -79,15 +85,35 @@ class Request:
         """Tokens that it has and that have no KV yet."""
         return self.num_tokens - self.num_computed
 
+    def num_next(self, budget: int, step: int) -> int:
+        """How many tokens it computes next: all that are pending, or as many as the budget allows. A chunk that is not
+        the last ends at a multiple of `step`, unless a quarter of the budget were lost by that."""
+        if self.num_pending <= budget:
+            return self.num_pending
+        count = (self.num_computed + budget) // step * step - self.num_computed
+        return count if 4 * count >= 3 * budget else budget
+
+    def reach(self, count: int, num_drafts: int) -> int:
+        """Up to how many tokens may have KV when it has computed `count` more: rows and drafts may stand as far as the
+        drafts in flight and its own can carry them, but never where no token will."""
+        if not self.is_decoding:
+            return self.num_computed + count
+        return min(self.num_tokens + self.num_drafts_in_flight + num_drafts, self.end - 1)
+
     @property
     def num_output_tokens(self) -> int:
         """Generated tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def end(self) -> int:
+        """No token will ever stand at this position or after it."""
+        return self.num_prompt_tokens + self.params.max_tokens
+
+    @property
     def wants_no_more(self) -> bool:
         """The launched steps will bring it to max_tokens."""
-        return self.num_tokens - self.num_prompt_tokens >= self.params.max_tokens
+        return self.num_tokens >= self.end
 
     @property
     def is_decoding(self) -> bool:
@@ -105,11 +131,6 @@ class Request:
         return self.penalized or bool(self.params.logit_bias) or self.params.min_tokens > 0
 
     @property
-    def filtered(self) -> bool:
-        params = self.params
-        return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-
-    @property
     def awaits_prompt_logprobs(self) -> bool:
         """Log probabilities of its prompt are still to be reported, so every prompt token has to be computed."""
         return self.prompt_logprobs is not None and not self.first_delta_sent
@@ -120,6 +141,9 @@ class Request:
             lane=self.lane,
             params=self.params,
             token_ids=tuple(self.token_ids) if self.penalized else (),
+            num_tokens=len(self.token_ids),
+            start=self.num_computed,
+            end=self.end,
             num_prompt_tokens=self.num_prompt_tokens,
             end_token_ids=self.end_token_ids,
             last_token=self.token_ids[-1],
@@ -135,25 +159,39 @@ class Request:
             start=start,
             token_ids=self.token_ids[start:end],
             samples=end == self.num_tokens,
+            following=self.token_ids[end] if end < len(self.token_ids) else -1,
             prompt_targets=self.token_ids[start + 1 : targets_end],
             prompt_logprobs=self.params.prompt_logprobs or 0,
         )
 
     def next_sample(self) -> Sample:
-        """How its next token is chosen."""
+        """How its next tokens are chosen."""
         return Sample(
             lane=self.lane,
-            position=self.num_tokens,
             logprobs=self.params.logprobs,
             adjusted=self.adjusted,
-            penalized=self.penalized,
-            greedy=self.params.temperature == 0,
-            filtered=self.filtered,
         )
+
+    def take(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Add tokens, up to the one that ends it: how many, and why it ended if it did."""
+        for count, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            if token_id in self.end_token_ids:
+                self.stop_token_id = token_id
+                return count, "stop"
+            if len(self.token_ids) >= self.end:
+                return count, "length"
+        return len(token_ids), None
 
     def next_delta(self) -> Delta:
         """What is to be said of it now, but for its tokens; the first delta and the last say more than others."""
-        delta = Delta(request_id=self.id, finish_reason=self.finish_reason, stop_token_id=self.stop_token_id)
+        delta = Delta(
+            request_id=self.id,
+            finish_reason=self.finish_reason,
+            stop_token_id=self.stop_token_id,
+            draft_tokens=self.num_drafted,
+            accepted_tokens=self.num_accepted,
+        )
         if self.awaits_prompt_logprobs and self.finish_reason != "abort":
             delta.prompt_logprobs = self.prompt_logprobs
         if not self.first_delta_sent or self.finish_reason is not None:

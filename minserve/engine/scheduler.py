@@ -13,24 +13,28 @@ too many in the launched step; what that row yields is dropped.
 """
 
 from bisect import insort
-from collections import deque
 from collections.abc import Sequence
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.decisions import Decisions, Launched
+from minserve.engine.launches import Launches
 from minserve.engine.limits import refuse_impossible
-from minserve.engine.plan import LaneSetup, Row, StepPlan, StepResult
+from minserve.engine.plan import LaneSetup, StepPlan, StepResult
 from minserve.engine.request import Request, Status
 from minserve.engine.reserve import PrefillReserve
 from minserve.errors import RequestError
 from minserve.memory.blocks import BlockManager, Cached
 from minserve.memory.pool import PlacePool
 from minserve.protocol import Delta, FinishReason, Stats, Submit, TokenLogprobs
+from minserve.spec.lengths import DraftLengths, FixedLength
 
 
 class Scheduler:
-    """max_num_batched_tokens must be at least max_num_seqs, so that a prefill beside decodes always gets a token.
+    """drafts: how many drafts are proposed, and verified one step later.
 
+    max_num_batched_tokens must be enough for the rows of max_num_seqs decodes, so that a prefill beside them always
+    gets a token.
+    chunk_step: a prompt's chunk that is not its last ends at a multiple of it, where that costs little of the budget.
     blocks must have pages for max_model_len tokens beside the prefill_reserve (see `PrefillReserve`), so that every
     request that is accepted can finish alone.
     """
@@ -45,20 +49,23 @@ class Scheduler:
         vocab_size: int,
         end_token_ids: tuple[int, ...] = (),
         prefill_reserve: int = 0,
+        chunk_step: int = 1,
+        drafts: DraftLengths | None = None,
     ) -> None:
-        assert max_num_batched_tokens >= max_num_seqs
+        drafts = drafts or FixedLength(0)
+        assert max_num_batched_tokens >= max_num_seqs * (1 + drafts.most)
         self._blocks = blocks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._chunk_step = chunk_step
         self._end_token_ids = end_token_ids
         self._reserve = PrefillReserve(blocks, prefill_reserve)
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._lanes = PlacePool(max_num_seqs)
-        self._launched: deque[tuple[int, list[Launched]]] = deque()
-        self._last_step = 0
+        self._launches = Launches(drafts)
         self._num_arrived = 0
         self._ended: list[Delta] = []
         self._counters = Stats()
@@ -103,23 +110,24 @@ class Scheduler:
         """The next step; empty if nobody can advance. Takes lanes and pages, and counts its tokens as computed."""
         for request_id in self._blocks.poll_copies():
             self._start_over(self._requests[request_id])
-        decisions = Decisions()
+        decisions = Decisions(num_drafts=self._launches.num_proposed)
         self._leave_reserve(decisions)
         self._share_budget(decisions)
         self._find_pages(decisions)
         if not decisions.preempted:  # who gave way comes back when the step that is under way has been committed
             self._admit(decisions)
-        return self._launch(decisions)
+        setups = [self._set_up(r, decisions) for r in self._running if r in decisions.counts and not r.is_set_up]
+        return self._launches.launch(self._running, decisions, setups)
 
     def _share_budget(self, decisions: Decisions) -> None:
         """Tokens for each running request: decodes first, then chunks of prompts, each in order of arrival."""
         budget = self._max_num_batched_tokens
         active = [r for r in self._running if not r.wants_no_more and self._blocks.is_ready(r.id)]
         for request in sorted(active, key=lambda request: not request.is_decoding):
-            count = min(budget, request.num_pending)
+            count = request.num_next(budget, self._chunk_step)
             if count:
                 decisions.counts[request] = count
-                budget -= count
+                budget -= count + (decisions.num_drafts if request.is_decoding else 0)
 
     def _find_pages(self, decisions: Decisions) -> None:
         """Give the planned tokens pages, the oldest request first."""
@@ -134,9 +142,8 @@ class Scheduler:
     def _grow(self, request: Request, decisions: Decisions) -> list[int] | None:
         """Pages for the planned tokens of a request. If there are none, the youngest running request gives way."""
         while True:
-            pages = self._blocks.grow(
-                request.id, request.num_computed + decisions.counts[request], keep=self._reserve.keep_from(request)
-            )
+            reach = request.reach(decisions.counts[request], decisions.num_drafts)
+            pages = self._blocks.grow(request.id, reach, keep=self._reserve.keep_from(request))
             if pages is not None:
                 return pages
             if self._blocks.num_returning:
@@ -151,7 +158,8 @@ class Scheduler:
 
     def _admit(self, decisions: Decisions) -> None:
         """Start waiting requests, in order of arrival, while lanes, pages and budget last."""
-        budget = self._max_num_batched_tokens - sum(decisions.counts.values())
+        num_decodes = sum(request.is_decoding for request in decisions.counts)
+        budget = self._max_num_batched_tokens - sum(decisions.counts.values()) - num_decodes * decisions.num_drafts
         while self._waiting and self._lanes.num_available and budget > 0:
             request = self._waiting[0]
             assert not request.num_in_flight, "a request comes back before its launched step"
@@ -164,8 +172,11 @@ class Scheduler:
             del self._waiting[0]
             self._start(request, cached)
             if self._blocks.is_ready(request.id):
-                decisions.counts[request] = min(budget, request.num_pending)
+                decisions.counts[request] = request.num_next(budget, self._chunk_step)
                 budget -= decisions.counts[request]
+                # Nothing had to be loaded, so if it decodes, its last token begins a block, where drafts find room too.
+                reach = request.reach(decisions.counts[request], decisions.num_drafts)
+                assert reach <= len(self._blocks.pages(request.id)) * BLOCK_SIZE
 
     def _open(self, request: Request, keep: int) -> Cached | None:
         return self._blocks.open(
@@ -205,60 +216,34 @@ class Scheduler:
             self._counters.prefix_hits_tokens += request.cached.num_tokens
         return request.lane_setup()
 
-    def _launch(self, decisions: Decisions) -> StepPlan:
-        counts = decisions.counts
-        setups = [self._set_up(r, decisions) for r in self._running if r in counts and not r.is_set_up]
-        launched = [self._advance(request, counts[request]) for request in self._running if request in counts]
-        if not launched:
-            return StepPlan(step=self._last_step)
-        launched.sort(key=lambda entry: entry.chunk is None)
-        samples = [entry.request.next_sample() for entry in launched if entry.samples]
-        for entry in launched:
-            entry.request.num_in_flight += entry.samples
-        self._last_step += 1
-        self._launched.append((self._last_step, launched))
-        return StepPlan(
-            step=self._last_step,
-            setups=setups,
-            new_pages=decisions.new_pages,
-            chunks=[entry.chunk for entry in launched if entry.chunk is not None],
-            rows=[Row(lane=e.request.lane, position=e.num_computed - 1) for e in launched if e.chunk is None],
-            samples=samples,
-        )
-
-    def _advance(self, request: Request, count: int) -> Launched:
-        chunk = None if request.is_decoding else request.next_chunk(count)
-        request.num_computed += count
-        return Launched(
-            request=request,
-            num_computed=request.num_computed,
-            samples=request.num_computed == request.num_tokens,
-            chunk=chunk,
-        )
-
     # ---- results ----
 
     def commit(self, result: StepResult) -> list[Delta]:
         """Take in what the oldest launched step yielded: tokens, full blocks, ends. What only it held back is free."""
-        step, launched = self._launched.popleft()
-        assert step == result.step, f"step {step} was launched, {result.step} came back"
-        self._blocks.end_step(step)
-        self._lanes.end_step(step)
+        self._blocks.end_step(result.step)
+        self._lanes.end_step(result.step)
         self._counters.num_steps += 1
-        yielded = iter(zip(result.token_ids, result.logprobs, strict=True))
-        prompt_logprobs = iter(result.prompt_logprobs)
         deltas: list[Delta] = []
-        for entry in launched:
+        accepted: list[int] = []
+        lengths: list[int] = []
+        num_drafts = 0
+        for entry, token_ids, logprobs, prompt_logprobs in self._launches.take(result):
             request = entry.request
-            token = next(yielded) if entry.samples else None
             if entry.chunk is not None:
-                request.note_prompt_logprobs(entry.chunk, next(prompt_logprobs))
+                request.note_prompt_logprobs(entry.chunk, prompt_logprobs)
             if request.status is Status.FINISHED:
                 continue  # it ended while this step was in flight
-            if request.status is Status.RUNNING:  # else it has lost the pages that this step wrote
+            if token_ids:
+                deltas.append(self._take_tokens(entry, token_ids, logprobs))
+            elif request.status is Status.RUNNING:
                 self._blocks.publish(request.id, request.token_ids, entry.num_computed)
-            if token is not None:
-                deltas.append(self._take_token(request, *token))
+            if entry.chunk is None:
+                num_drafts = entry.num_drafts
+                accepted.append(len(token_ids) - 1)
+                lengths.append(request.num_tokens)
+        if accepted:
+            self._counters.note_drafts(num_drafts, accepted)
+            self._launches.note_accepted(num_drafts, lengths, accepted, result.seconds)
         return deltas
 
     def take_ended(self) -> list[Delta]:
@@ -277,18 +262,25 @@ class Scheduler:
         )
         return counters
 
-    def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
+    def _take_tokens(
+        self, entry: Launched, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+    ) -> Delta:
+        """A request's next tokens, as far as it wants any: accepted drafts may go beyond its end."""
+        request = entry.request
         request.num_in_flight -= 1
-        request.token_ids.append(token_id)
-        self._counters.generation_tokens += 1
-        if token_id in request.end_token_ids:
-            request.stop_token_id = token_id
-            self._finish(request, "stop")
-        elif request.num_output_tokens >= request.params.max_tokens:
-            self._finish(request, "length")
+        request.num_drafts_in_flight -= entry.num_drafts
+        request.num_drafted += entry.num_drafts
+        count, reason = request.take(token_ids)
+        request.num_accepted += min(count, len(token_ids) - 1)  # not those behind its end
+        self._counters.generation_tokens += count
+        if request.status is Status.RUNNING:  # else it has lost the pages that this step wrote
+            request.num_computed += len(token_ids) - 1
+            self._blocks.publish(request.id, request.token_ids, len(request.token_ids) - 1)
+        if reason is not None:
+            self._finish(request, reason)
         delta = request.next_delta()
-        delta.token_ids = [token_id]
-        delta.logprobs = None if logprobs is None else [logprobs]
+        delta.token_ids = list(token_ids[:count])
+        delta.logprobs = None if logprobs is None else list(logprobs[:count])
         return delta
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -303,7 +295,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a request's pages and lane. What it has computed is kept in host blocks, as far as these reach."""
         self._running.remove(request)
-        self._blocks.suspend(request.id, request.num_computed, self._last_step)
+        self._blocks.suspend(request.id, request.num_computed, self._launches.last_step)
         self._leave_lane(request)
         self._requeue(request)
         self._counters.num_preemptions += 1
@@ -319,13 +311,13 @@ class Scheduler:
 
     def _vacate(self, request: Request) -> None:
         self._running.remove(request)
-        self._blocks.close(request.id, self._last_step)
+        self._blocks.close(request.id, self._launches.last_step)
         self._leave_lane(request)
 
     def _leave_lane(self, request: Request) -> None:
         if self._reserve.user is request:
             self._reserve.user = None
-        self._lanes.release([request.lane], self._last_step)
+        self._lanes.release([request.lane], self._launches.last_step)
         request.lane = -1
 
     def clear_prefix_cache(self) -> None:

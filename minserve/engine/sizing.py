@@ -19,7 +19,9 @@ SMALLEST_CONTEXT = 256
 """A context that is cut to what the pages hold is not cut below this: nobody means that."""
 
 CPU_SHARE_OF_FREE_MEMORY = 0.25
-CUDA_WORKSPACE_BYTES = 2 * GIB
+CUDA_HEAD_DIMS = (64, 128)
+CUDA_DRIVER_BYTES = GIB // 2
+"""What CUDA itself takes later on, beside torch's allocations: code of kernels, graphs, cuDNN's plans."""
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -47,19 +49,40 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def choose_batched_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Tokens of one step: as configured, or as many as such a device computes in a moment."""
-    if config.max_num_batched_tokens is None:
-        return max(512 if device.type == "cpu" else 2048, config.max_num_seqs)
-    if config.max_num_batched_tokens < config.max_num_seqs:
+def choose_batch(config: EngineConfig, device: torch.device, num_drafts: int) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens): as configured, or as much as such a device computes in a moment.
+
+    num_drafts: rows that each request may have in a step beside its first.
+    """
+    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+    if num_seqs is None:
+        num_seqs = 64 if device.type == "cpu" else 256
+        if num_tokens is not None:
+            num_seqs = max(1, min(num_seqs, num_tokens // (1 + num_drafts)))
+    rows = num_seqs * (1 + num_drafts)
+    if num_tokens is None:
+        num_tokens = max(512, rows) if device.type == "cpu" else 2048 + rows
+    if num_tokens < rows:
+        drafts = f" with {num_drafts} drafts each" if num_drafts else ""
         raise ConfigError(
-            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-num-seqs "
-            f"{config.max_num_seqs}, or decodes alone could fill a step"
+            f"--max-num-batched-tokens {num_tokens} must be at least {rows}, or --max-num-seqs {num_seqs}{drafts} "
+            "could fill a step with decodes alone"
         )
-    return config.max_num_batched_tokens
+    return num_seqs, num_tokens
 
 
-def choose_context(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, kv_bytes: int) -> tuple[int, int]:
+def refuse_unsupported(model: ModelConfig, device: torch.device) -> None:
+    """Raise ConfigError for a model that the kernels of this device do not compute."""
+    if device.type == "cuda" and model.head_dim not in CUDA_HEAD_DIMS:
+        raise ConfigError(
+            f"this model's heads have {model.head_dim} dimensions; supported on CUDA are "
+            f"{' and '.join(map(str, CUDA_HEAD_DIMS))}"
+        )
+
+
+def choose_context(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_num_seqs: int, kv_bytes: int
+) -> tuple[int, int]:
     """(max_model_len, num_pages): pages enough for one request of max_model_len tokens beside the prefill reserve, and
     as many as kv_bytes hold or max_num_seqs such requests need."""
     page_bytes = KVPages.bytes_per_page(model, dtype)
@@ -68,7 +91,7 @@ def choose_context(config: EngineConfig, model: ModelConfig, dtype: torch.dtype,
     if wanted > longest:
         raise ConfigError(f"--max-model-len {wanted}: this model's positions end at {longest}")
     num_reserved = blocks_for(config.prefill_reserve)
-    num_pages = min(kv_bytes // page_bytes, config.max_num_seqs * blocks_for(wanted) + num_reserved)
+    num_pages = min(kv_bytes // page_bytes, max_num_seqs * blocks_for(wanted) + num_reserved)
     fits = (num_pages - num_reserved) * BLOCK_SIZE
     if wanted > fits and (config.max_model_len is not None or fits < SMALLEST_CONTEXT):
         reserve = f" beside a prefill reserve of {config.prefill_reserve} tokens" if num_reserved else ""
@@ -80,21 +103,30 @@ def choose_context(config: EngineConfig, model: ModelConfig, dtype: torch.dtype,
     return min(wanted, fits), num_pages
 
 
-def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Bytes for KV pages, after the weights have been loaded."""
+def kv_cache_bytes(config: EngineConfig, device: torch.device, workspace_bytes: int) -> int:
+    """Bytes for KV pages, after the weights have been loaded. workspace_bytes: what else the device must hold."""
     if device.type == "cpu":
         free = total = _available_host_bytes()
     else:
         free, total = torch.cuda.mem_get_info(device)
     if config.kv_cache_memory is not None:
-        if config.kv_cache_memory > free:
+        if config.kv_cache_memory + workspace_bytes > free:
             raise ConfigError(
-                f"--kv-cache-memory {config.kv_cache_memory / GIB:.2f} GiB: only {free / GIB:.2f} GiB are free"
+                f"--kv-cache-memory {config.kv_cache_memory / GIB:.2f} GiB: only {free / GIB:.2f} GiB are free, and "
+                f"{workspace_bytes / GIB:.2f} GiB of them are needed to compute"
             )
         return config.kv_cache_memory
     if device.type == "cpu":
         return int(free * CPU_SHARE_OF_FREE_MEMORY)
-    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - CUDA_WORKSPACE_BYTES)
+    used = total - free
+    left = int(total * config.gpu_memory_utilization) - used - workspace_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"no memory is left for KV cache: of {total / GIB:.2f} GiB --gpu-memory-utilization "
+            f"{config.gpu_memory_utilization} allows {total * config.gpu_memory_utilization / GIB:.2f}, "
+            f"{used / GIB:.2f} are taken (weights, other programs), {workspace_bytes / GIB:.2f} are needed to compute"
+        )
+    return left
 
 
 def num_host_blocks(config: EngineConfig, page_bytes: int, promised_bytes: int) -> int:

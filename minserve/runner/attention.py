@@ -1,81 +1,51 @@
-"""The attention that models are given: it stores new keys and values in pages and attends over them.
+"""The attention that models are given in a decode step.
 
-Owns: how one step's rows and chunks map to pages; what all layers share is worked out once, here.
-Does not know: requests, sampling, or how q, k and v were made.
+Owns: what all layers of the step share, worked out once. Does not know: requests, sampling, or how qkv was made.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from minserve.config import BLOCK_SIZE
-from minserve.engine.plan import Chunk, Row
-from minserve.kernels.decode_attention import decode_attention, decode_index
-from minserve.kernels.gather_pages import gather_pages, page_rows
-from minserve.kernels.kv_write import kv_write
-from minserve.kernels.prefill_attention import chunk_mask, prefill_attention
-from minserve.memory.blocks import blocks_for
+from minserve.kernels.decode_attention import decode_attention, decode_batch
+from minserve.kernels.norm_rope_store import norm_rope_store
+from minserve.kernels.rope import gather_rope
+
+
+@dataclass(frozen=True, slots=True)
+class KVContext:
+    """What the attention of every step reads: the pages and who has which, the RoPE table, the norms' epsilon.
+
+    kv: [layers, pages, kv_heads, 2 (K, V), 16, head_dim]; page_table: [lanes, max_blocks] int32.
+    """
+
+    kv: torch.Tensor
+    page_table: torch.Tensor
+    rope_table: torch.Tensor
+    norm_eps: float
 
 
 class DecodeAttention:
-    """One row a lane. lanes: [rows] int64; positions: [rows] int64."""
+    """One row a lane.
 
-    def __init__(self, kv: torch.Tensor, page_table: torch.Tensor, rows: Sequence[Row]) -> None:
-        device = kv.device
-        self.lanes = torch.tensor([row.lane for row in rows], device=device)
-        self.positions = torch.tensor([row.position for row in rows], device=device)
-        num_keys = max(row.position for row in rows) + 1
-        num_blocks = blocks_for(num_keys)
-        table = page_table[self.lanes, :num_blocks]
-        # A row with fewer blocks than others reads its own first page in place of those it lacks, masked.
-        own = torch.arange(num_blocks, device=device)[None, :] <= self.positions[:, None] // BLOCK_SIZE
-        table = torch.where(own, table, table[:, :1])
-        self._kv = kv
-        self._pages = table.gather(1, self.positions[:, None] // BLOCK_SIZE)[:, 0].to(torch.int64)
-        self._slots = self.positions % BLOCK_SIZE
-        self._index = decode_index(table, self.positions + 1, num_keys, kv[0])
+    lanes: [rows] int64, -1 for a row that pads; positions, places (see norm_rope_store), lengths: [rows] int64.
+    """
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q: [rows, heads, head_dim]; k, v: [rows, kv_heads, head_dim]. Returns [rows, heads * head_dim]."""
+    def __init__(
+        self,
+        context: KVContext,
+        lanes: torch.Tensor,
+        positions: torch.Tensor,
+        places: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> None:
+        self._kv, self._eps = context.kv, context.norm_eps
+        self._rope = gather_rope(context.rope_table, positions)
+        self._places = places
+        self._batch = decode_batch(context.page_table, lanes, lengths, context.kv[0])
+
+    def __call__(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """qkv: [rows, heads + 2 * kv_heads, head_dim]. Returns [rows, heads * head_dim]."""
         kv = self._kv[layer]
-        kv_write(kv, self._pages, self._slots, k, v)
-        return decode_attention(q, kv, self._index).flatten(1)
-
-
-class PrefillAttention:
-    """Chunks of prompts, their tokens one after another. positions: [tokens] int64."""
-
-    def __init__(self, kv: torch.Tensor, page_table: torch.Tensor, chunks: Sequence[Chunk]) -> None:
-        device = kv.device
-        self._kv = kv
-        self._parts = [_ChunkIndex(page_table, chunk, kv.shape[2], device) for chunk in chunks]
-        self.positions = torch.cat([part.positions for part in self._parts])
-        self._pages = torch.cat([part.pages for part in self._parts])
-        self._slots = self.positions % BLOCK_SIZE
-        self._sizes = [len(chunk.token_ids) for chunk in chunks]
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads * head_dim]."""
-        kv = self._kv[layer]
-        kv_write(kv, self._pages, self._slots, k, v)
-        split = zip(self._parts, *(torch.split(tensor, self._sizes) for tensor in (q, k, v)), strict=True)
-        return torch.cat([part.attend(kv, *qkv) for part, *qkv in split]).flatten(1)
-
-
-class _ChunkIndex:
-    """Where one chunk's tokens go and which keys it sees."""
-
-    def __init__(self, page_table: torch.Tensor, chunk: Chunk, kv_heads: int, device: torch.device) -> None:
-        num_tokens = len(chunk.token_ids)
-        self._num_keys = chunk.start + num_tokens
-        self.positions = torch.arange(chunk.start, self._num_keys, device=device)
-        table = page_table[chunk.lane, : blocks_for(self._num_keys)].to(torch.int64)
-        self.pages = table[self.positions // BLOCK_SIZE]
-        self._mask = chunk_mask(chunk.start, num_tokens, self._num_keys, device)
-        self._rows = None if chunk.start == 0 else page_rows(table[None, :], kv_heads)
-
-    def attend(self, kv: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self._rows is None:
-            return prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), self._mask)
-        keys, values = gather_pages(kv, self._rows, 1)
-        return prefill_attention(q, keys[0, :, : self._num_keys], values[0, :, : self._num_keys], self._mask)
+        q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)
+        return decode_attention(q, kv, self._batch).flatten(1)

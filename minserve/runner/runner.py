@@ -1,107 +1,171 @@
 """Runs a step's plan on the model.
 
-Owns: the model and the order of a step's work. Does not know: requests, the queue, who owns a page.
+Owns: the order of a step's work, and the way of its results to the host. Does not know: requests, the queue, who owns
+a page.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 
 from minserve.engine.plan import Chunk, Sample, StepPlan, StepResult
-from minserve.memory.lanes import Lanes
-from minserve.memory.pages import KVPages
-from minserve.models.causal_lm import CausalLM
+from minserve.memory.transfer import to_device, to_host
+from minserve.models.causal_lm import AuxStates, CausalLM
 from minserve.protocol import TokenLogprobs
-from minserve.runner.attention import DecodeAttention, PrefillAttention
-from minserve.runner.sampler import Sampler, report_logprobs
+from minserve.runner.attention import KVContext
+from minserve.runner.decode import Decoded, StepKind, new_aux
+from minserve.runner.logprobs import Logprobs
+from minserve.runner.prefill import FlashShapes, PrefillAttention
+from minserve.runner.sampler import Sampler
+from minserve.spec.draft import Drafter, NoDrafter
 
 LOGIT_ROWS = 128
-"""Prompt rows whose logits are held at once, when a prompt's log probabilities are wanted: 128 x 152K x 4 B = 78 MB."""
+"""Rows whose log probabilities are worked out at once: 128 x 152K x 4 B = 78 MB, several times over."""
+
+
+class DecodeRunner(Protocol):
+    """`Decode` or `DecodeGraphs`."""
+
+    def run(self, lanes: Sequence[int], kind: StepKind) -> Decoded:
+        """A decode step of these lanes."""
 
 
 class Runner:
-    """The only object that runs the model. Plans are run in the order in which they come."""
+    """The only object that runs the model. Plans are run in the order in which they come.
 
-    def __init__(self, model: CausalLM, pages: KVPages, lanes: Lanes, sampler: Sampler) -> None:
+    shapes: those that prefill is cut into, or None (see `PrefillAttention`).
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        context: KVContext,
+        sampler: Sampler,
+        decode: DecodeRunner,
+        drafter: Drafter | NoDrafter,
+        shapes: FlashShapes | None = None,
+    ) -> None:
         self._model = model
-        self._pages = pages
-        self._lanes = lanes
+        self._context = context
         self._sampler = sampler
+        self._decode = decode
+        self._drafter = drafter
+        self._shapes = shapes
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> "RunningStep":
         """Launch a step. The next one finds its tokens in the lanes; the host finds them in the result."""
-        hidden: list[torch.Tensor] = []
-        prompt_logprobs: list[list[TokenLogprobs]] = []
+        step = RunningStep(plan.step)
+        if plan.setups:
+            self._drafter.forget([setup.lane for setup in plan.setups])
+        num_prefilled = len(plan.samples) - len(plan.decodes)
         if plan.chunks:
-            last_rows, prompt_logprobs = self._prefill(plan.chunks)
-            hidden.append(last_rows)
-        if plan.rows:
-            hidden.append(self._decode(plan))
-        if not plan.samples:
-            return RunningStep(plan, None, [], prompt_logprobs)
-        logits = self._sampler.mask(self._model.logits(torch.cat(hidden)))
-        tokens = self._sampler.sample(logits, plan.samples)
-        return RunningStep(plan, tokens, _logprobs(logits, tokens, plan.samples), prompt_logprobs)
+            self._prefill(plan, plan.samples[:num_prefilled], step)
+        if plan.decodes:
+            samples = plan.samples[num_prefilled:]
+            kind = StepKind(plan.num_drafts, plan.num_proposals, any(sample.adjusted for sample in samples))
+            self._report(self._decode.run(plan.decodes, kind), samples, step)
+        step.launched(self._context.kv.device)
+        return step
 
-    def _decode(self, plan: StepPlan) -> torch.Tensor:
-        attend = DecodeAttention(self._pages.kv, self._lanes.page_table, plan.rows)
-        return self._model(self._lanes.last_token[attend.lanes], attend.positions, attend)
+    def _prefill(self, plan: StepPlan, samples: Sequence[Sample], step: "RunningStep") -> None:
+        chunks, device = plan.chunks, self._context.kv.device
+        attend = PrefillAttention(self._context, chunks, self._shapes)
+        token_ids = to_device([id for chunk in chunks for id in chunk.token_ids], torch.int64, device)
+        aux = new_aux(self._drafter, self._model, len(token_ids), self._context.kv)
+        states = self._model(token_ids, attend, AuxStates(self._drafter.aux_layers, aux) if aux.numel() else None)
+        hidden = torch.split(states, [len(chunk.token_ids) for chunk in chunks])
+        for chunk, rows in zip(chunks, hidden, strict=True):
+            step.prompt_logprobs.append(self._prompt_logprobs(chunk, rows))
+        if not samples:
+            self._drafter.read(chunks, aux, token_ids[:0])
+            return
+        lane_ids = to_device([sample.lane for sample in samples], torch.int64, device)
+        ends = to_device(_last_rows(chunks), torch.int64, device)
+        logits = self._model.logits(states[ends])
+        adjusted = any(sample.adjusted for sample in samples)
+        tokens, counts = self._sampler.sample(logits, lane_ids, adjusted=adjusted)
+        self._report(Decoded(logits, tokens, counts), samples, step)
+        self._drafter.read(chunks, aux, tokens[:, 0])
+        self._drafter.propose(aux[ends], tokens, counts, lane_ids, plan.num_proposals)
 
-    def _prefill(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, list[list[TokenLogprobs]]]:
-        """The hidden states of the chunks' rows that yield tokens, and what each chunk says of its prompt."""
-        attend = PrefillAttention(self._pages.kv, self._lanes.page_table, chunks)
-        token_ids = torch.tensor([id for chunk in chunks for id in chunk.token_ids], device=attend.positions.device)
-        hidden = self._model(token_ids, attend.positions, attend)
-        parts = torch.split(hidden, [len(chunk.token_ids) for chunk in chunks])
-        logprobs = [self._prompt_logprobs(chunk, part) for chunk, part in zip(chunks, parts, strict=True)]
-        last = [part[-1:] for chunk, part in zip(chunks, parts, strict=True) if chunk.samples]
-        return torch.cat(last) if last else hidden[:0], logprobs
-
-    def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[TokenLogprobs]:
-        entries: list[TokenLogprobs] = []
-        targets = torch.tensor(chunk.prompt_targets, dtype=torch.int64, device=hidden.device)
+    def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[Logprobs]:
+        """What the chunk says of the prompt tokens after its rows."""
+        if not chunk.prompt_targets:
+            return []
+        targets = to_device(chunk.prompt_targets, torch.int64, hidden.device)
         split = (torch.split(tensor, LOGIT_ROWS) for tensor in (hidden[: len(targets)], targets))
-        for rows, wanted in zip(*split, strict=True):
-            if len(wanted):
-                logits = self._sampler.mask(self._model.logits(rows))
-                entries += report_logprobs(logits, wanted, chunk.prompt_logprobs)
-        return entries
+        return [
+            Logprobs.of(self._sampler.masked(self._model.logits(rows)), wanted, [chunk.prompt_logprobs] * len(wanted))
+            for rows, wanted in zip(*split, strict=True)
+        ]
+
+    def _report(self, decoded: Decoded, samples: Sequence[Sample], step: "RunningStep") -> None:
+        """Send tokens to the host, and their log probabilities where they are wanted."""
+        num_rows = decoded.tokens.shape[1]
+        lanes = [number for number, sample in enumerate(samples) if sample.logprobs is not None]
+        rows = [(number * num_rows + row, samples[number].logprobs or 0) for number in lanes for row in range(num_rows)]
+        logprobs = []
+        for begin in range(0, len(rows), LOGIT_ROWS):
+            own, num_top = zip(*rows[begin : begin + LOGIT_ROWS], strict=True)
+            at = to_device(own, torch.int64, decoded.logits.device)
+            logits = self._sampler.masked(decoded.logits[at])
+            logprobs.append(Logprobs.of(logits, decoded.tokens.flatten()[at], num_top))
+        step.parts.append(Part(to_host(decoded.tokens), to_host(decoded.counts), lanes, logprobs))
+
+
+def _last_rows(chunks: Sequence[Chunk]) -> list[int]:
+    """The last row of each chunk that samples."""
+    ends = accumulate(len(chunk.token_ids) for chunk in chunks)
+    return [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
+
+
+class Part(NamedTuple):
+    """Part of a step's result, on its way to the host. tokens: [lanes, rows]; counts: [lanes], how many of each are
+    text; logprobs: of all rows of some of the lanes."""
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    reported: Sequence[int]
+    logprobs: Sequence[Logprobs]
+
+    def text(self) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
+        """Each lane's tokens, and their log probabilities if these were wanted."""
+        counts = self.counts.tolist()
+        token_ids = [own[:count] for own, count in zip(self.tokens.tolist(), counts, strict=True)]
+        reports: list[list[TokenLogprobs] | None] = [None] * len(counts)
+        entries = [entry for logprobs in self.logprobs for entry in logprobs.entries()]
+        num_rows = self.tokens.shape[1]
+        for number, lane in enumerate(self.reported):
+            reports[lane] = entries[number * num_rows :][: counts[lane]]
+        return token_ids, reports
 
 
 class RunningStep:
     """A launched step. On a GPU it may still be running; `result` waits for it, but not for those launched after it."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        tokens: torch.Tensor | None,
-        logprobs: list[TokenLogprobs | None],
-        prompt_logprobs: list[list[TokenLogprobs]],
-    ) -> None:
-        self._step = plan.step
-        self._tokens = tokens
+    def __init__(self, step: int) -> None:
+        self.parts: list[Part] = []
+        self.prompt_logprobs: list[list[Logprobs]] = []
+        self._step = step
         self._arrived: torch.cuda.Event | None = None
-        if tokens is not None and tokens.is_cuda:
-            # Sent now, and not when they are asked for: then they would come after the next step.
-            self._tokens = tokens.to("cpu", non_blocking=True)
-            self._arrived = torch.cuda.current_stream(tokens.device).record_event()
-        self._logprobs = logprobs
-        self._prompt_logprobs = prompt_logprobs
+
+    def launched(self, device: torch.device) -> None:
+        """All of the step is in the stream, its results' copies too; those of the next step will come after them."""
+        if device.type == "cuda":
+            self._arrived = torch.cuda.current_stream(device).record_event()
 
     def result(self) -> StepResult:
         """What the step yielded, on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        token_ids = [] if self._tokens is None else self._tokens.tolist()
-        return StepResult(self._step, token_ids, self._logprobs, self._prompt_logprobs)
-
-
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, samples: Sequence[Sample]) -> list[TokenLogprobs | None]:
-    reports: list[TokenLogprobs | None] = [None] * len(samples)
-    rows = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
-    if rows:
-        num_top = max(sample.logprobs or 0 for sample in samples)
-        for row, entry in zip(rows, report_logprobs(logits[rows], tokens[rows], num_top), strict=True):
-            reports[row] = TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top[: samples[row].logprobs])
-    return reports
+        token_ids: list[list[int]] = []
+        reports: list[list[TokenLogprobs] | None] = []
+        for part in self.parts:
+            own, logprobs = part.text()
+            token_ids += own
+            reports += logprobs
+        prompt = [[entry for part in parts for entry in part.entries()] for parts in self.prompt_logprobs]
+        return StepResult(self._step, token_ids, reports, prompt)

@@ -4,7 +4,8 @@ Owns: which template counts, what of a request it may see, and that its output i
 Does not know: token ids, HTTP, what the tools do.
 
 Templates come with the model or from the operator, never from a client. They run in a sandbox (text.sandbox) that keeps
-them from Python's internals; how long they run and how much they write is not limited, but for `range`.
+them from Python's internals, and may write MAX_PROMPT_CHARS. How long they run is not limited here: a server renders in
+processes that it can do without (text.renderer).
 """
 
 import json
@@ -18,16 +19,19 @@ import jinja2
 
 from minserve.errors import ConfigError, RequestError
 from minserve.folder import has_file, read_text
+from minserve.text.history import normalize_message, with_text_arguments
 from minserve.text.sandbox import compile_template
 from minserve.text.tokenizer import optional_json_object, read_special_tokens
-
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""A message's reasoning goes by several names; templates read the first, gpt-oss's the second."""
 
 _RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 """What a request may not set through chat_template_kwargs: it has fields of its own, or is not for clients."""
 
+MAX_PROMPT_CHARS = 2**26
+"""More than any context holds."""
+
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+_PROBE = '{"probe": 1}'
 
 
 class ChatTemplate:
@@ -35,8 +39,10 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises ConfigError for a template that is not Jinja."""
+        self.sources = dict(templates)
+        self.special_tokens = dict(special_tokens or {})
         self._templates = {name: compile_template(name, source) for name, source in templates.items()}
-        self._special_tokens = dict(special_tokens or {})
+        self._takes_text_arguments: dict[str, bool] = {}  # Found out when it first matters
 
     @classmethod
     def from_folder(cls, folder: Path, override: str | None = None) -> "ChatTemplate":
@@ -78,7 +84,9 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         name = self._choose(tools)
-        chat = [_normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        chat = [normalize_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        if any("tool_calls" in message for message in chat) and self._wants_text_arguments(name):
+            chat = [with_text_arguments(message) for message in chat]
         tag = final_text = ""
         if continue_final_message:
             final_text = _final_text(chat)
@@ -89,11 +97,42 @@ class ChatTemplate:
             "tools": None if tools is None else list(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            **self._special_tokens,
+            **self.special_tokens,
             **kwargs,
         }
         prompt = _render(self._templates[name], context)
         return _cut_at_tag(prompt, tag, final_text) if continue_final_message else prompt
+
+    def mentions(self, text: str) -> bool:
+        """Whether any of the templates has this text in its source."""
+        return any(text in source for source in self.sources.values())
+
+    def _wants_text_arguments(self, name: str) -> bool:
+        """Whether a template takes the arguments of calls as JSON text only.
+
+        Most take an object and write it with `tojson`. DeepSeek's join it to a string, which an object cannot be, and
+        some would write it as Python does.
+        """
+        if name not in self._takes_text_arguments:
+            as_object, as_text = (self._probe(name, arguments) for arguments in (json.loads(_PROBE), _PROBE))
+            fails = as_object is None or str(json.loads(_PROBE)) in as_object
+            self._takes_text_arguments[name] = fails and as_text is not None and _PROBE in as_text
+        return self._takes_text_arguments[name]
+
+    def _probe(self, name: str, arguments: Any) -> str | None:
+        """What a template makes of a call with these arguments; None if it objects."""
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "call00001", "type": "function", "function": function}
+        chat = [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "r"},
+        ]
+        context = {"messages": chat, "tools": None, "add_generation_prompt": True, **self.special_tokens}
+        try:
+            return _render(self._templates[name], context)
+        except RequestError:
+            return None
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if tools is not None and "tool_use" in self._templates:
@@ -133,8 +172,15 @@ def _configured_templates(folder: Path) -> dict[str, str]:
 
 
 def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
+    pieces: list[str] = []
+    room = MAX_PROMPT_CHARS
     try:
-        return template.render(context)
+        for piece in template.generate(context):
+            pieces.append(piece)
+            room -= len(piece)
+            if room < 0:
+                raise jinja2.TemplateError(f"it writes more than {MAX_PROMPT_CHARS} characters")
+        return "".join(pieces)
     # Whatever a template raises, from raise_exception to a type error in one of its expressions, is its answer to this
     # request and no fault of the server.
     except Exception as error:
@@ -142,58 +188,6 @@ def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
         # the addresses that Python's default representations show.
         reason = _ADDRESS.sub("", str(error)).encode(errors="replace").decode() or type(error).__name__
         raise RequestError(f"the chat template cannot render this request: {reason}", param="messages") from error
-
-
-def _normalize_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A message as templates expect it: no nulls, text for content, objects for arguments, reasoning by its names."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    if isinstance(plain.get("content"), list):
-        plain["content"] = _join_parts(plain["content"], f"{where}.content")
-    if isinstance(plain.get("tool_calls"), list):
-        calls = plain["tool_calls"]
-        plain["tool_calls"] = [_parse_arguments(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    reasoning = next((plain[name] for name in _REASONING_FIELDS if name in plain), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-    return plain
-
-
-def _join_parts(parts: list[Any], where: str) -> str:
-    """The texts of list content with a space between them, as transformers serves them."""
-    texts: list[str] = []
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise RequestError(
-                f"{where}[{index}].type is {kind!r}; this model takes parts of type 'text' only",
-                param=f"{where}[{index}].type",
-            )
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}[{index}].text must be a string", param=f"{where}[{index}].text")
-        texts.append(part["text"])
-    return " ".join(texts)
-
-
-def _parse_arguments(call: Any, where: str) -> Any:
-    """The call with its function.arguments as an object. OpenAI's are a string, which templates would quote again."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise RequestError(f"{where}.function must be an object", param=f"{where}.function")
-    param = f"{where}.function.arguments"
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            # Clients send an empty string for a call without arguments.
-            arguments = json.loads(arguments, parse_constant=_refuse_constant) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{param} is not valid JSON: {error}", param=param) from error
-    if arguments is not None and not isinstance(arguments, dict):
-        raise RequestError(f"{param} must be a JSON object, or a string that holds one", param=param)
-    return {**call, "function": function if arguments is None else {**function, "arguments": arguments}}
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _final_text(chat: Sequence[Mapping[str, Any]]) -> str:

@@ -43,6 +43,8 @@ class Output:
         self.num_tokens = 0
         self.cached_tokens = 0
         self.cached_host_tokens = 0
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
         self._stop_token_ids = params.stop_token_ids
         self._detokenizer = detokenizer
 
@@ -58,6 +60,7 @@ class Output:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
             self.cached_host_tokens = delta.cached_host_tokens or 0
+        self.draft_tokens, self.accepted_tokens = delta.draft_tokens, delta.accepted_tokens
         ended_by_token = delta.finish_reason == "stop" and delta.stop_token_id is not None
         update = self._detokenizer.push(delta.token_ids, ends_with_stop_token=ended_by_token)
         num_kept = update.num_tokens - self.num_tokens

@@ -4,7 +4,7 @@ Owns: what a template may call, and that it behaves as in transformers' apply_ch
 Does not know: messages, models.
 
 The sandbox refuses Python's internals and changes to its inputs, and `range` is limited to 100,000. Time and memory are
-not limited: a template is part of the model, and whoever serves the model trusts it that far.
+limited by the process that it runs in (text.render_process), if at all.
 """
 
 import json
@@ -15,7 +15,7 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -26,7 +26,12 @@ def compile_template(name: str, source: str) -> jinja2.Template:
     """A template that is ready to render. Raises ConfigError, with the line, for one that is not Jinja."""
     # One environment a template: a template can reach its environment's globals, and so no other template's.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        # Nothing of a template is computed while it is compiled, where no limits hold: 'x' * 10**10 is a constant.
+        optimized=False,
+        finalize=_as_it_is,
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(
@@ -38,6 +43,12 @@ def compile_template(name: str, source: str) -> jinja2.Template:
         raise ConfigError(f"the chat template {name!r} is not valid, line {error.lineno}: {error.message}") from error
     except RecursionError as error:
         raise ConfigError(f"the chat template {name!r} is nested too deeply") from error
+
+
+@jinja2.pass_context
+def _as_it_is(context: Context, value: Any) -> Any:
+    """A finalizer that does nothing, but asks for what is not there before rendering."""
+    return value
 
 
 class _GenerationTag(jinja2.ext.Extension):

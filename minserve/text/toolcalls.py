@@ -1,115 +1,117 @@
 """Tool calls in generated text, as they come.
 
 Owns: the formats in which models write calls, and the parser of each, by name.
-Does not know: which tools the request offered, call ids, HTTP.
+Does not know: what a call is made of (jsoncall), reasoning, call ids, HTTP.
 
 A parser loses nothing: what turns out not to be a call is delivered as the text that it is. It reads the detokenizer's
 text, in which its markers must be present even where they are special tokens: give the detokenizer
 `tokenizer.ids_of(special_markers)` as keep_special_ids.
 """
 
-import json
-import re
-
-import msgspec
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from typing import ClassVar, Literal
 
 from minserve.errors import ConfigError
+from minserve.text.jsoncall import CallEvent, CallReader, CallStart
 from minserve.text.partial import partial_match
 
-_NO_OBJECT = re.compile(r"\s*[^\s{]")
+ToolEvent = str | CallEvent
+"""Prose, or a part of a call."""
+
+_SEPARATORS = " \t\r\n;,"
 
 
-class ToolCall(msgspec.Struct, frozen=True):
-    """A complete call. arguments: a JSON object, as the model wrote it."""
-
-    name: str
-    arguments: str
-
-
-ToolEvent = str | ToolCall
-"""Prose, or a call."""
-
-
-class HermesParser:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them in prose: Hermes, Qwen2.5, Qwen3.
+class ToolParser(ABC):
+    """What the formats share. tool_names: the tools that the request offered.
 
     White space that only sets calls apart, or stands before the first or after the last, is dropped with them.
     """
 
-    special_markers = ("<tool_call>", "</tool_call>")
+    special_markers: ClassVar[tuple[str, ...]]
 
-    def __init__(self) -> None:
-        self._open, self._close = self.special_markers
+    def __init__(self, tool_names: Set[str]) -> None:
+        self.num_calls = 0
+        self._tool_names = tool_names
+        self._state: Literal["prose", "call", "edge"] = "prose"
         self._buffer = ""
-        self._in_call = False
-        self._search_from = 0  # Where in the buffer the closing tag may begin
+        self._lead = ""  # What stood before the JSON of the call that is being read
+        self._reader = CallReader()
         self._blank: str | None = ""  # White space that is prose if more prose follows; None within prose
-        self._num_calls = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call has begun whose arguments have not ended."""
+        return self._state == "call" and self._reader.state == "arguments"
 
     def push(self, text: str) -> list[ToolEvent]:
-        """Take the next text. Held back: a call until it is complete, and what may become its opening tag."""
+        """Take the next text. Held back: what may become a call or a marker."""
         self._buffer += text
         events: list[ToolEvent] = []
-        while self._read_call(events) if self._in_call else self._read_prose(events):
+        steps = {"prose": self._read_prose, "call": self._read_call, "edge": self._read_edge}
+        while steps[self._state](events):
             pass
         return events
 
     def finish(self) -> list[ToolEvent]:
-        """No more text: a call that lacks nothing but its closing tag counts, anything else held back is text."""
+        """No more text: a call whose arguments have begun counts, anything else held back is text."""
         events: list[ToolEvent] = []
-        while self._in_call:
-            if call := _parse_call(self._buffer):
-                self._take_call(call, len(self._buffer), events)
-            else:
-                self._give_up_call(events)
-                events += self.push("")
-        self._prose(self._buffer, events)
-        if self._blank and not self._num_calls:
-            events.append(self._blank)
-        self._buffer, self._blank = "", None
+        while self._state == "call":
+            self._reader.finish()
+            if self._reader.state != "none":
+                return events
+            self._give_up_call(events)
+            events += self.push("")
+        # At the edge of a call, what is held is a separator or a part of a marker: neither is prose.
+        if self._state == "prose" or not self.num_calls:
+            self._prose(self._buffer, events)
+            if self._blank and not self.num_calls:
+                events.append(self._blank)
         return events
 
+    @abstractmethod
+    def _read_edge(self, events: list[ToolEvent]) -> bool:
+        """What may stand behind a call. As all steps: whether to go on at once; else more text is needed."""
+
     def _read_prose(self, events: list[ToolEvent]) -> bool:
-        """Deliver prose up to an opening tag. False if more text is needed to go on."""
-        start = self._buffer.find(self._open)
+        """Deliver prose up to the marker that opens a call."""
+        marker = self.special_markers[0]
+        start = self._buffer.find(marker)
         if start < 0:
-            keep = partial_match(self._buffer, self._open)
+            keep = partial_match(self._buffer, marker)
             self._prose(self._buffer[: len(self._buffer) - keep], events)
             self._buffer = self._buffer[len(self._buffer) - keep :]
             return False
         self._prose(self._buffer[:start], events)
-        self._buffer = self._buffer[start + len(self._open) :]
-        self._in_call, self._search_from = True, 0
+        self._open_call(marker, self._buffer[start + len(marker) :])
         return True
+
+    def _open_call(self, lead: str, rest: str) -> None:
+        self._lead, self._buffer = lead, rest
+        self._state, self._reader = "call", self._new_reader()
+
+    def _new_reader(self) -> CallReader:
+        return CallReader()
 
     def _read_call(self, events: list[ToolEvent]) -> bool:
-        """Deliver a call that is complete. False if more text is needed to go on."""
-        if _NO_OBJECT.match(self._buffer):
+        """Deliver what there is of a call."""
+        text, self._buffer = self._buffer, ""
+        new = self._reader.push(text)
+        events += new
+        self.num_calls += sum(isinstance(event, CallStart) for event in new)
+        if self._reader.state == "none":
             self._give_up_call(events)
             return True
-        end = self._buffer.find(self._close, self._search_from)
-        if end < 0:
-            self._search_from = max(self._search_from, len(self._buffer) - len(self._close) + 1)
+        if self._reader.state != "done":
             return False
-        after = end + len(self._close)
-        if call := _parse_call(self._buffer[:end]):
-            self._take_call(call, after, events)
-        elif _ends_inside_string(self._buffer[:end]) and self._open not in self._buffer[:end]:
-            self._search_from = after  # This tag stands in an argument: await the next.
-        else:
-            self._give_up_call(events)
+        self._buffer = self._reader.left
+        self._state, self._blank = "edge", ""
         return True
 
-    def _take_call(self, call: ToolCall, length: int, events: list[ToolEvent]) -> None:
-        events.append(call)
-        self._num_calls += 1
-        self._buffer = self._buffer[length:]
-        self._in_call, self._blank = False, ""
-
     def _give_up_call(self, events: list[ToolEvent]) -> None:
-        """The opening tag opened no call: it is prose, and what follows is read anew."""
-        self._in_call = False
-        self._prose(self._open, events)
+        """What opened the call is prose, and what follows is read anew."""
+        self._buffer, self._state = self._reader.left, "prose"
+        self._prose(self._lead, events)
 
     def _prose(self, text: str, events: list[ToolEvent]) -> None:
         if self._blank is not None:
@@ -122,37 +124,68 @@ class HermesParser:
             events.append(text)
 
 
-class _HermesCall(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+class HermesParser(ToolParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them in prose: Hermes, Qwen2.5, Qwen3.
+
+    The tag says that it is a call, so that a tool which was not offered is called all the same. The closing tag may be
+    missing.
+    """
+
+    special_markers = ("<tool_call>", "</tool_call>")
+
+    def _read_edge(self, events: list[ToolEvent]) -> bool:
+        close = self.special_markers[1]
+        rest = self._buffer.lstrip()
+        if rest != close and close.startswith(rest):
+            return False
+        if rest.startswith(close):
+            self._buffer = rest.removeprefix(close)
+        self._state = "prose"
+        return True
 
 
-def _parse_call(text: str) -> ToolCall | None:
-    try:
-        call = msgspec.json.decode(text, type=_HermesCall)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    arguments = bytes(call.arguments).decode().strip()
-    if not call.name or not arguments.startswith("{"):
-        return None
-    return ToolCall(name=call.name, arguments=arguments)
+class LlamaParser(ToolParser):
+    """`{"name": ..., "parameters": {...}}` instead of prose: Llama 3. Several are set apart by `;`.
+
+    `<|python_tag|>` may come before; with it, a call may also follow prose. Without it nothing but the name tells a
+    call from an answer that is JSON, so it must be that of a tool that was offered.
+    """
+
+    special_markers = ("<|python_tag|>",)
+
+    def __init__(self, tool_names: Set[str]) -> None:
+        super().__init__(tool_names)
+        self._state = "edge"
+
+    def _new_reader(self) -> CallReader:
+        return CallReader(self._tool_names)
+
+    def _read_edge(self, events: list[ToolEvent]) -> bool:
+        marker = self.special_markers[0]
+        rest = self._buffer.lstrip(_SEPARATORS if self.num_calls else None)
+        lead = self._buffer[: len(self._buffer) - len(rest)]
+        if rest.startswith("{"):
+            self._open_call(lead, rest)
+        elif rest.startswith(marker):
+            self._open_call(lead + marker, rest.removeprefix(marker))
+        elif marker.startswith(rest):
+            return False
+        else:
+            self._state = "prose"
+        return True
 
 
-def _ends_inside_string(text: str) -> bool:
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        return error.msg.startswith("Unterminated string")
-    except (ValueError, RecursionError):
-        return False
-    return False
-
-
-_PARSERS = {"hermes": HermesParser, "qwen25": HermesParser, "qwen3": HermesParser}
+_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "qwen25": HermesParser,
+    "qwen3": HermesParser,
+    "llama3_json": LlamaParser,
+    "llama3": LlamaParser,
+}
 """By the names that users of other servers know. (Qwen3-Coder writes XML, which is another format.)"""
 
 
-def tool_parser_class(name: str) -> type[HermesParser]:
+def tool_parser_class(name: str) -> type[ToolParser]:
     """The parser of that name. Raises ConfigError, with the names there are."""
     if name not in _PARSERS:
         raise ConfigError(f"there is no tool call parser {name!r}; there are {', '.join(sorted(_PARSERS))}")

@@ -1,7 +1,7 @@
 """From what the user calls a model to a local folder: a folder, a GGUF file, or a name on the Hugging Face Hub.
 
-Owns: telling these apart, what is downloaded and what never is (code, pickles), what a model folder must hold, and
-saying what to do when there is no such model. Does not know: what is in the files. Imports no torch.
+Owns: telling these apart, what is downloaded and what never is (code, and pickles but for a draft head's), what a
+folder must hold, and saying what to do when there is no such model. Does not know: what is in the files. No torch here.
 HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are read by huggingface_hub when it is imported.
 """
 
@@ -31,6 +31,7 @@ _TOKENIZER_FILES = (
 )
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _WEIGHTS_FILES = ("*.safetensors", "*.safetensors.index.json")
+_PICKLED_WEIGHTS_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 # Other formats' copies of the same weights: in subfolders, and the one file of Mistral's own layout.
 _IGNORED = (*(f"*/{pattern}" for pattern in _WEIGHTS_FILES), "consolidated*")
 
@@ -49,6 +50,22 @@ def resolve_model(
         missing.append("*.safetensors")
     _refuse_if_missing(name_or_path, folder, missing)
     return folder
+
+
+def resolve_draft(name_or_path: str, *, revision: str | None = None, progress: bool = True) -> Path:
+    """The local folder with config.json and the weights of this draft head, which needs no tokenizer.
+
+    Weights are safetensors; where there are none, pytorch_model.bin. Raises ConfigError, saying what to do.
+    """
+    if name_or_path.lower().endswith(".gguf"):
+        raise ConfigError(f"{name_or_path}: a draft head is a folder or a Hugging Face name, no .gguf file")
+    # Some repositories have both, and then the pickle is not even downloaded.
+    for weights in (_WEIGHTS_FILES, _PICKLED_WEIGHTS_FILES):
+        folder = _locate(name_or_path, revision, progress, ("config.json", *weights))
+        if any(folder.glob(weights[0])):
+            _refuse_if_missing(name_or_path, folder, [] if (folder / "config.json").is_file() else ["config.json"])
+            return folder
+    raise ConfigError(f"{name_or_path} ({folder}) lacks weights: model.safetensors, or else pytorch_model.bin")
 
 
 def resolve_tokenizer(name_or_path: str, *, progress: bool = True) -> Path:

@@ -15,6 +15,7 @@ import pytest
 from minserve.api.server import Server, bind
 from minserve.api.service import Service
 from minserve.config import ServerConfig
+from minserve.text.renderer import Renderer
 from tests.api import tiny
 from tests.api.fake_engine import FakeEngine
 from tests.api.real import RealServer
@@ -77,6 +78,34 @@ def joined_text(events: list[Any], index: int = 0) -> str:
     return "".join(choice["delta"].get("content") or "" if "delta" in choice else choice["text"] for choice in choices)
 
 
+def joined_reasoning(events: list[Any], index: int = 0) -> str:
+    """The reasoning of one choice of a chat stream, which comes under two names at once."""
+    deltas = [choice["delta"] for event in events for choice in event["choices"] if choice["index"] == index]
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+    return "".join(delta.get("reasoning", "") for delta in deltas)
+
+
+def joined_calls(events: list[Any], index: int = 0) -> list[tuple[str, str]]:
+    """Name and arguments of each call of one choice of a chat stream, joined as OpenAI's clients do it."""
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        for choice in event["choices"]:
+            for part in choice["delta"].get("tool_calls", []) if choice["index"] == index else []:
+                if part["index"] == len(calls):
+                    assert part["id"].startswith("call_")
+                    assert part["type"] == "function"
+                    calls.append((part["function"]["name"], ""))
+                assert part["index"] == len(calls) - 1
+                name, arguments = calls[-1]
+                calls[-1] = (name, arguments + part["function"]["arguments"])
+    return calls
+
+
+def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    """Name and arguments of each call of a whole answer's choice."""
+    return [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"].get("tool_calls", [])]
+
+
 def finish_reasons(events: list[Any], index: int = 0) -> list[str]:
     """Every finish reason that a stream gave one choice."""
     choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
@@ -88,8 +117,24 @@ def model_folder(tmp_path_factory):
     return tiny.write_model_folder(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def renderers():
+    """renderers(folder) -> its tokenizer, and the processes of its template, which all tests share."""
+    loaded = {}
+
+    def load(folder):
+        if folder not in loaded:
+            tokenizer, template = tiny.load(folder)
+            loaded[folder] = tokenizer, Renderer(template)
+        return loaded[folder]
+
+    yield load
+    for _, renderer in loaded.values():
+        renderer.close()
+
+
 @pytest.fixture
-async def start(model_folder) -> AsyncIterator[Callable[..., Any]]:
+async def start(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
     """start(...) -> Running: a server with a scripted engine; options are ServerConfig's and the engine's.
 
     run=False: the server listens, but nothing watches over its engine.
@@ -102,16 +147,20 @@ async def start(model_folder) -> AsyncIterator[Callable[..., Any]]:
             engine_options=None,
             keep_alive_s: float = 3600.0,
             stall_s: float = 3600.0,
+            idle_s: float = 3600.0,
+            body_s: float = 3600.0,
             key: str | None = None,
             run: bool = True,
+            renderer: Renderer | None = None,
             **options,
         ) -> Running:
-            tokenizer, template = tiny.load(folder)
+            tokenizer, shared = renderers(folder)
+            renderer = renderer or shared
             engine = FakeEngine(tokenizer, **(engine_options or {}))
             config = ServerConfig(**{"model_path": str(folder), "served_model_names": (MODEL,)} | options)
             sock: socket.socket = bind("127.0.0.1", 0)
-            service = Service(config, engine, tokenizer, template, keep_alive_s=keep_alive_s, stall_s=stall_s)
-            server = Server(service, sock)
+            service = Service(config, engine, tokenizer, renderer, keep_alive_s=keep_alive_s, body_s=body_s)
+            server = Server(service, sock, stall_s=stall_s, idle_s=idle_s)
             await server.start()
             port = sock.getsockname()[1]
             exit_code = asyncio.create_task(server.run() if run else asyncio.sleep(0, -1))

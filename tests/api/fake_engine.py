@@ -25,6 +25,7 @@ class FakeEngine:
         self.reply: str | list[int] | Callable[[Submit], str] = "hello world"
         self.tokens_per_delta = 1
         self.cached_tokens = 0
+        self.share_accepted: float | None = None
         self.hold_at: int | None = None
         self.fail_at: int | None = None
         self.submits: list[Submit] = []
@@ -113,6 +114,11 @@ class FakeEngine:
             stop = next((i for i, token_id in enumerate(new) if token_id in ends), None)
             new = new if stop is None else new[: stop + 1]
             delta = Delta(request_id=submit.request_id, token_ids=new)
+            if self.share_accepted is not None:
+                delta.draft_tokens, delta.accepted_tokens = (
+                    sent + len(new),
+                    int((sent + len(new)) * self.share_accepted),
+                )
             if sent == 0:
                 delta.cached_tokens = self.cached_tokens
                 if params.prompt_logprobs is not None:

@@ -1,5 +1,9 @@
 """POST /v1/chat/completions through the openai client and by hand."""
 
+import json
+
+from minserve.text.chat import ChatTemplate
+from minserve.text.renderer import Renderer
 from tests.api.conftest import MODEL, finish_reasons, joined_text
 
 HI = [{"role": "user", "content": "hi"}]
@@ -46,6 +50,32 @@ async def test_content_in_text_parts_is_text(running):
     assert "<|im_start|>user\nhello<|im_end|>" in shown
 
 
+async def test_messages_reach_the_template_in_its_own_terms(start):
+    renderer = Renderer(ChatTemplate({"default": "{{ messages | tojson }}"}))
+    running = await start(renderer=renderer)
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "name": "ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{**call, "index": 0}], "reasoning": "Hm."},
+        {"role": "tool", "tool_call_id": "call_1", "content": "42"},
+    ]
+    await running.chat(messages=messages)
+    renderer.close()
+    shown = running.service.tokenizer.decode(running.engine.submits[0].prompt_token_ids)
+    assert json.loads(shown) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "name": "ann", "content": "a b"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "f", "arguments": {"a": 1}}}],
+            **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "Hm."),
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "42"},
+    ]
+
+
 async def test_n_choices_differ_in_index_and_seed_and_the_first_has_the_requests_own(running):
     running.engine.reply = lambda submit: f"seed {submit.params.seed}"
     answer = await running.chat(n=3, seed=7)
@@ -79,6 +109,12 @@ async def test_usage_counts_the_prompt_once_and_all_choices(running):
     }
 
 
+async def test_usage_says_how_many_drafts_were_right(running):
+    running.engine.share_accepted = 0.5
+    answer = await running.chat(n=2)
+    assert answer["usage"]["draft_tokens_details"] == {"draft_tokens": 16, "accepted_tokens": 8}
+
+
 async def test_max_tokens_default_to_the_rest_of_the_context(start):
     running = await start(engine_options={"max_model_len": 200})
     await running.chat()
@@ -104,7 +140,7 @@ async def test_the_answer_continues_the_exact_text_of_the_final_message(running)
 async def test_a_model_without_a_template_says_so(start, tmp_path):
     from tests.api.tiny import write_model_folder
 
-    running = await start(folder=write_model_folder(tmp_path, with_template=False))
+    running = await start(folder=write_model_folder(tmp_path, template=None))
     status, answer = await running.post("/v1/chat/completions", {"messages": HI})
     assert status == 400
     assert "chat template" in answer["error"]["message"]

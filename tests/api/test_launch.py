@@ -54,7 +54,7 @@ async def test_a_signal_stops_a_running_server_and_the_start_says_what_is_served
     engine = FakeEngine(tiny.load(model_folder)[0])
 
     async def start_engine(config, *, on_starting):
-        on_starting(Starting(loaded_bytes=50, total_bytes=100))
+        on_starting(Starting(phase="weights", done=50, total=100))
         return engine
 
     with caplog.at_level(logging.INFO, logger="minserve"):

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import os
 import signal
 
 import aiohttp
 import openai
 import pytest
 
-from tests.api.real import RealServer
+from tests.api.real import RealServer, engine_process_of
 
 pytestmark = pytest.mark.slow
 
@@ -185,6 +186,15 @@ async def test_what_outlives_the_shutdown_timeout_gets_an_error_event(start_real
         events = await read_events(response)
     assert "shutting down" in events[-1]["error"]["message"]
     assert await asyncio.to_thread(server.wait) == 0
+
+
+async def test_a_frozen_engine_is_an_error_event_in_every_stream_and_a_non_zero_exit(start_real, http):
+    server = start_real("--engine-timeout", "5")
+    async with http.post(f"{server.url}/v1/chat/completions", json=LONG) as response:
+        await first_chunk(response)
+        os.kill(engine_process_of(server.process.pid), signal.SIGSTOP)
+        assert "said nothing for 5 s" in (await read_events(response))[-1]["error"]["message"]
+    assert await asyncio.to_thread(server.wait) == 1
 
 
 async def test_a_killed_engine_is_an_error_event_in_every_stream_and_a_non_zero_exit(start_real, http):

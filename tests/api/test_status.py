@@ -1,8 +1,14 @@
 """Models, tokens, probes, metrics."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from minserve import __version__
+
+DASHBOARD = Path(__file__).resolve().parents[2] / "tools" / "grafana" / "minserve.json"
 
 
 async def get(running, path):
@@ -62,6 +68,18 @@ async def test_the_probes_of_a_healthy_server(running):
     assert (await get(running, "/ready"))[0] == 200
     assert (await running.http.post("/ping")).status == 200
     assert (await get(running, "/version"))[1] == f'{{"version":"{__version__}"}}'
+
+
+async def test_every_metric_of_the_dashboard_is_one_of_ours_and_none_of_ours_is_missing_there(running):
+    await running.chat()
+    await running.post("/v1/chat/completions", {})
+    running.service.metrics.refused("queue_full")
+    text = (await get(running, "/metrics"))[1]
+    served = set(re.findall(r"^((?:vllm|minserve):\w+)", text, flags=re.MULTILINE))
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    shown = set(re.findall(r"(?:vllm|minserve):\w+", " ".join(t["expr"] for p in panels for t in p["targets"])))
+    assert shown <= served
+    assert {name for name in served if not name.endswith(("_created", "_sum", "_count"))} <= shown
 
 
 async def test_metrics_are_under_vllms_names(running):

@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_a_stream_ends_its_request(running):
     await writer.wait_closed()
     await running.engine.until(lambda engine: len(engine.submits) == 2 and not engine.running)
     assert sorted(running.engine.aborted) == sorted(submit.request_id for submit in running.engine.submits)
-    await asyncio.wait_for(running.service.wait_idle(), 10)
+    await asyncio.wait_for(running.service.admission.wait_idle(), 10)
 
 
 async def test_a_client_that_leaves_before_the_first_token_ends_its_request_streamed_or_whole(running):
@@ -115,7 +115,7 @@ async def test_a_client_that_stops_reading_is_taken_for_gone(start):
     await running.engine.until(lambda engine: len(engine.submits) == 20)
     await running.engine.until(lambda engine: not engine.running)
     assert running.engine.aborted
-    await asyncio.wait_for(running.service.wait_idle(), 10)
+    await asyncio.wait_for(running.service.admission.wait_idle(), 10)
     writer.close()
 
 

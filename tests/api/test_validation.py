@@ -65,7 +65,8 @@ async def test_a_logit_bias_for_what_is_no_token_is_refused(running, key):
 
 
 async def test_a_logit_bias_out_of_bounds_is_refused(running):
-    await refused(running, CHAT, chat_body(logit_bias={"5": 101}), "logit_bias", "-100 to 100")
+    await refused(running, CHAT, chat_body(logit_bias={"5": 101}), "logit_bias", "at most 100")
+    await refused(running, CHAT, chat_body(logit_bias={"5": -101}), "logit_bias", "at least -100")
 
 
 async def test_a_legal_logit_bias_reaches_the_engine_as_numbers(running):
@@ -125,9 +126,17 @@ async def test_top_logprobs_without_logprobs_are_refused(running):
     await refused(running, CHAT, chat_body(top_logprobs=2), "top_logprobs", "logprobs")
 
 
-@pytest.mark.parametrize("stop", ["", ["a", ""], ["x"] * 17, "y" * 1025])
-async def test_stop_strings_that_are_empty_too_long_or_too_many_are_refused(running, stop):
-    await refused(running, CHAT, chat_body(stop=stop), "stop")
+@pytest.mark.parametrize(
+    ("stop", "param", "words"),
+    [
+        ("", "stop", "empty"),
+        (["a", ""], "stop[1]", "empty"),
+        (["x"] * 17, "stop", "at most 16 items"),
+        ("y" * 1025, "stop", "at most 1024 characters"),
+    ],
+)
+async def test_stop_strings_that_are_empty_too_long_or_too_many_are_refused(running, stop, param, words):
+    await refused(running, CHAT, chat_body(stop=stop), param, words)
 
 
 async def test_stop_token_ids_outside_the_vocabulary_are_refused(running):
@@ -223,6 +232,38 @@ async def test_an_unknown_field_is_refused_with_the_nearest_name(running):
 )
 async def test_a_bad_message_is_refused_by_its_place(running, messages, param):
     await refused(running, CHAT, {"messages": messages}, param)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 2**31, 10**9])
+@pytest.mark.parametrize("name", ["n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "max_tokens"])
+async def test_a_senseless_count_is_refused_before_any_work(running, name, value):
+    path = CHAT if name == "top_logprobs" else COMPLETIONS
+    body = (chat_body() if path == CHAT else completion_body()) | {name: value}
+    if value == 0 and name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        assert (await running.post(path, body))[0] == 200
+    else:
+        in_context = name == "max_tokens" and value == 10**9
+        await refused(running, path, body, "prompt" if in_context else name, "context" if in_context else name)
+
+
+async def test_a_bool_is_no_number_even_where_python_takes_it_for_one(running):
+    await refused(running, COMPLETIONS, completion_body(best_of=True), "best_of", "allowed: 1")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_more_tools_or_template_variables_than_anybody_needs_are_refused_with_the_bound(running, path):
+    tool = {"type": "function", "function": {"name": "f"}}
+    await refused(running, path, chat_body(tools=[tool] * 1025), "tools", "at most 1024 items")
+    kwargs = {f"x{number}": number for number in range(65)}
+    await refused(running, path, chat_body(chat_template_kwargs=kwargs), "chat_template_kwargs", "at most 64")
+
+
+async def test_the_options_of_reasoning_are_bools_of_chats_and_completions_take_none_of_them(running):
+    for name in ("include_reasoning", "separate_reasoning"):
+        await refused(running, CHAT, chat_body(**{name: "yes"}), name, "bool")
+        await refused(running, COMPLETIONS, completion_body(**{name: False}), name, "allowed: True")
+    await refused(running, CHAT, chat_body(stream_reasoning=False), "stream_reasoning", "allowed: True")
+    await running.complete(include_reasoning=True, separate_reasoning=True)
 
 
 async def test_missing_fields_are_named(running):

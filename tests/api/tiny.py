@@ -19,8 +19,23 @@ TEMPLATE = (
 )
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 
+THINKING_TEMPLATE = TEMPLATE.replace(
+    "{{ '<|im_start|>assistant\n' }}",
+    "{{ '<|im_start|>assistant\n' }}{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
+"""As Qwen3's: the model opens its reasoning, and the template closes it where none is wanted."""
 
-def write_model_folder(folder: Path, *, with_template: bool = True, generation_config: dict | None = None) -> Path:
+OPENING_TEMPLATE = TEMPLATE.replace("assistant\n' }}", "assistant\n<think>\n' }}") + "{# until </think> #}"
+"""As Qwen3-Thinking's: the template opens the reasoning."""
+
+
+def write_model_folder(
+    folder: Path,
+    *,
+    template: str | None = TEMPLATE,
+    generation_config: dict | None = None,
+    more_special_tokens: tuple[str, ...] = (),
+) -> Path:
     """A folder that Tokenizer and ChatTemplate read."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}
@@ -30,9 +45,9 @@ def write_model_folder(folder: Path, *, with_template: bool = True, generation_c
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL_TOKENS)
+    backend.add_special_tokens([*SPECIAL_TOKENS, *more_special_tokens])
     backend.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|im_end|>", **({"chat_template": TEMPLATE} if with_template else {})}
+    config = {"eos_token": "<|im_end|>", **({} if template is None else {"chat_template": template})}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text("{}")
     (folder / "generation_config.json").write_text(json.dumps(generation_config or {}))

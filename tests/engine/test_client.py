@@ -60,6 +60,23 @@ async def test_a_request_that_can_never_be_served_ends_with_an_error_and_the_eng
         await client.stop()
 
 
+async def test_an_engine_that_freezes_ends_every_request_after_its_time_and_is_killed(config):
+    client = await EngineClient.start(config, engine_timeout_s=5.0)
+    try:
+        deltas = client.generate(request("a", ignore_eos=True))
+        await anext(deltas)
+        engine = engine_process_of(os.getpid())
+        os.kill(engine, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="said nothing for 5 s"):
+            async for _ in deltas:
+                pass
+        assert not client.alive
+        await client.stop(10)
+        assert not os.path.exists(f"/proc/{engine}")
+    finally:
+        await client.stop(0)
+
+
 @pytest.mark.parametrize("how", ["killed", "sent what it cannot read"])
 async def test_an_engine_that_dies_ends_every_request_and_says_why(config, how):
     client = await EngineClient.start(config)

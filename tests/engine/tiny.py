@@ -22,8 +22,8 @@ CONFIG = {
 }
 
 
-def tiny_engine(folder, **options):
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+def tiny_engine(folder, model=CONFIG, **options):
+    (folder / "config.json").write_text(json.dumps(model))
     defaults = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 2**22}
     return build_engine(EngineConfig.checked(model_path=str(folder), **{**defaults, **options}))
 

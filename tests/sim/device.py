@@ -51,8 +51,11 @@ class Device:
         self.host = [list(POISON) for _ in range(num_host_blocks)]
         self.tables = [[] for _ in range(num_lanes)]
         self.last_token = [None] * num_lanes
+        self.num_tokens = [0] * num_lanes
+        self.end = [0] * num_lanes
         self._link = link
         self._random = random.Random(link.seed)
+        self._luck = random.Random(link.seed)
         self._polls = 0
         self._copies = []
         self._staging = {}
@@ -63,6 +66,7 @@ class Device:
         for setup in plan.setups:
             self.tables[setup.lane] = []
             self.last_token[setup.lane] = setup.last_token
+            self.num_tokens[setup.lane], self.end[setup.lane] = setup.num_tokens, setup.end
         for lane, first, pages in plan.new_pages:
             assert first == len(self.tables[lane]), "pages were added to a table with a gap"
             self.tables[lane].extend(pages)
@@ -74,16 +78,36 @@ class Device:
             for offset, token in enumerate(chunk.token_ids):
                 self._write(chunk.lane, chunk.start + offset, token)
             read = self._read(chunk.lane, chunk.start + len(chunk.token_ids), texts)
+            assert (
+                chunk.following == -1
+                or chunk.following == texts[chunk.lane].upto(chunk.start + len(chunk.token_ids) + 1)[-1]
+            )
+            assert (chunk.following == -1) == chunk.samples
             if chunk.samples:
-                tokens.append((chunk.lane, read))
+                tokens.append((chunk.lane, [read]))
             prompt_logprobs.append([prompt_logprob(*at) for at in enumerate(chunk.prompt_targets, chunk.start + 1)])
-        for row in plan.rows:
-            self._write(row.lane, row.position, self.last_token[row.lane])
-            tokens.append((row.lane, self._read(row.lane, row.position + 1, texts)))
+        tokens += [(lane, self._decode(lane, plan.num_drafts, texts)) for lane in plan.decodes]
         assert [lane for lane, _ in tokens] == [sample.lane for sample in plan.samples]
-        for lane, token in tokens:
-            self.last_token[lane] = token
-        return StepResult(plan.step, [token for _, token in tokens], [None] * len(tokens), prompt_logprobs)
+        for lane, own in tokens:
+            self.last_token[lane] = own[-1]
+            self.num_tokens[lane] += len(own)
+        return StepResult(plan.step, [own for _, own in tokens], [None] * len(tokens), prompt_logprobs)
+
+    def _decode(self, lane, num_drafts, texts):
+        """One token, and one for each draft that happens to be right; the others leave wrong tokens behind."""
+        first = self.num_tokens[lane] - 1
+        num_right = self._luck.randint(0, num_drafts)
+        rows = [self.last_token[lane]]
+        for number in range(num_drafts):
+            right = texts[lane].upto(first + number + 2)[-1]
+            rows.append(right if number < num_right else (right + 1) % VOCAB)
+        for position, token in enumerate(rows, first):
+            if position <= self.end[lane] - 2:  # behind that no row yields anything that anybody wants
+                self._write(lane, position, token)
+        return [
+            self._read(lane, position + 1, texts) if position <= self.end[lane] - 2 else VOCAB - 1
+            for position in range(first, first + num_right + 1)
+        ]
 
     def _write(self, lane, position, token):
         self.pages[self.tables[lane][position // BLOCK_SIZE]][position % BLOCK_SIZE] = token

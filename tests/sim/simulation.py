@@ -55,7 +55,10 @@ def make_scenario(seed):
     )
     prefixes = [[rng.randrange(1, VOCAB) for _ in range(num_pages * BLOCK_SIZE)] for _ in range(rng.randint(1, 3))]
     longest = (num_pages - machine["prefill_reserve"]) * BLOCK_SIZE
-    return Scenario(seed, machine, link, tuple(_actions(rng, prefixes, longest, storm=rng.random() < 0.4)))
+    actions = tuple(_actions(rng, prefixes, longest, storm=rng.random() < 0.4))
+    machine["chunk_step"] = rng.choice([1, 1, 8, 32])
+    machine["num_drafts"] = (1, 3, 8, 0, 0)[seed % 5]
+    return Scenario(seed, machine, link, actions)
 
 
 def _actions(rng, prefixes, longest, storm):

@@ -4,6 +4,7 @@ It steps like the engine does. After every step it asserts every invariant, and 
 leaves which pages alone; at the end, that every output is what it should be and nothing is left over.
 """
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -39,6 +40,20 @@ def expected_tokens(submit):
     return output
 
 
+class ChangingLengths:
+    """Draft lengths that change from step to step."""
+
+    def __init__(self, most, seed):
+        self.most = most
+        self._random = random.Random(seed)
+
+    def choose(self, lengths):
+        return self._random.randint(0, self.most)
+
+    def note(self, num_drafts, lengths, accepted, seconds):
+        assert all(0 <= count <= num_drafts for count in accepted)
+
+
 @dataclass
 class Launched:
     plan: object
@@ -56,6 +71,8 @@ class World:
     prefix_caching: bool = True
     num_host_blocks: int = 0
     prefill_reserve: int = 0
+    chunk_step: int = 1
+    num_drafts: int = 0
     run_ahead: int = 0
     late_steps: bool = True
     link: Link = field(default_factory=Link)
@@ -72,11 +89,13 @@ class World:
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs * (1 + self.num_drafts)),
             max_model_len=(self.num_pages - self.prefill_reserve) * BLOCK_SIZE,
             vocab_size=VOCAB,
             end_token_ids=(END_TOKEN,),
             prefill_reserve=self.prefill_reserve,
+            chunk_step=self.chunk_step,
+            drafts=ChangingLengths(self.num_drafts, self.link.seed),
         )
         self.in_flight = deque()
         self.plans = []

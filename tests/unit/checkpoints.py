@@ -5,8 +5,8 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from minserve.models.causal_lm import build_model
 from minserve.models.config import ModelConfig, RopeConfig
-from minserve.models.registry import build_model
 from minserve.weights.loader import load_weights
 
 CONFIG = ModelConfig(

@@ -15,6 +15,14 @@ def test_a_busy_interval_is_told_in_rates_and_shares():
     )
 
 
+def test_drafts_are_told_as_tokens_a_step():
+    before, now = Stats(), Stats(generation_tokens=10)
+    now.note_drafts(3, [1, 3, 2])
+    line = activity_line(before, now, 10.0)
+    assert line is not None
+    assert line.endswith(", 3.00 tokens a step with drafts")
+
+
 def test_an_idle_interval_is_silent():
     stats = Stats(prompt_tokens=5, num_pages=10, num_pages_used=3)
     assert activity_line(stats, stats, 10.0) is None

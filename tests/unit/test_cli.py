@@ -8,7 +8,8 @@ import pytest
 from minserve import __version__
 from minserve.cli import engine_config_of, main, server_config_of
 from minserve.errors import ConfigError
-from minserve.flags import NOT_SUPPORTED, parse_args, parse_size
+from minserve.flag_values import parse_size
+from minserve.flags import NOT_SUPPORTED, parse_args
 
 
 @pytest.fixture(autouse=True)
@@ -78,19 +79,20 @@ def test_every_flag_of_the_processes_reaches_their_configuration(tmp_path):
         *["--model", "org/name", "--served-model-name", "a", "b"],
         *["--api-key", "k1", "k2", "--api-key", "k3"],
         *["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-num-waiting", "5"],
-        *["--max-request-bytes", "1MiB", "--shutdown-timeout", "2.5"],
+        *["--reasoning-parser", "deepseek_r1", "--max-request-bytes", "1MiB", "--shutdown-timeout", "2.5"],
         *["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--max-model-len", "64k"],
         *["--max-num-seqs", "7", "--max-num-batched-tokens", "512", "--kv-cache-memory", "8GiB"],
         *["--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching", "--seed", "3", "-tp", "1"],
-        *["--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}'],
+        *["--rope-scaling", '{"rope_type": "yarn", "factor": 4.0}', "--quantization", "fp8"],
     )
     assert server.served_model_names == ("a", "b")
     assert (server.api_keys, server.tool_call_parser) == (("k1", "k2", "k3"), "hermes")
+    assert server.reasoning_parser == "deepseek_r1"
     assert (server.max_num_waiting, server.max_request_bytes, server.shutdown_timeout_s) == (5, 2**20, 2.5)
     assert (engine.load_format, engine.dtype, engine.device) == ("dummy", "float32", "cpu")
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (64_000, 7, 512)
     assert (engine.kv_cache_memory, engine.gpu_memory_utilization) == (8 * 2**30, 0.5)
-    assert (engine.enable_prefix_caching, engine.seed) == (False, 3)
+    assert (engine.enable_prefix_caching, engine.seed, engine.quantization) == (False, 3, "fp8")
     assert engine.rope_scaling == {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -103,6 +105,23 @@ def test_sglangs_names_are_taken_too(tmp_path):
     assert server.served_model_names == ("org/name",)
     assert (engine.max_model_len, engine.gpu_memory_utilization) == (4096, 0.8)
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.enable_prefix_caching) == (3, 256, False)
+
+
+def test_a_draft_head_is_a_folder_and_its_drafts_are_auto_or_a_number(tmp_path):
+    assert configs(tmp_path)[1].draft_path is None
+    engine = configs(tmp_path, "--draft", "x", "--num-draft-tokens", "3", "--draft-window", "1024")[1]
+    assert (engine.num_draft_tokens, engine.draft_window) == (3, 1024)
+    assert configs(tmp_path, "--draft", "x", "--num-draft-tokens", "auto")[1].num_draft_tokens is None
+
+
+@pytest.mark.parametrize("text", ["0", "9", "1.5", "some"])
+def test_a_number_of_drafts_is_auto_or_1_to_8(capsys, text):
+    assert "or auto" in refusal(capsys, "--num-draft-tokens", text)
+
+
+@pytest.mark.parametrize("text", ["0", "16", "100", "2M"])
+def test_a_draft_window_is_in_whole_blocks(capsys, text):
+    assert "--draft-window" in refusal(capsys, "--draft-window", text)
 
 
 def test_a_key_may_come_from_the_environment_and_the_flag_wins(tmp_path, monkeypatch):
@@ -140,6 +159,7 @@ def test_a_flag_that_is_not_here_yet_is_refused_in_one_line(capsys, name, value)
     ("argv", "words"),
     [
         (["-tp", "2"], "only 1 is supported by this version"),
+        (["--quantization", "awq"], "choose from"),
         (["--port", "70000"], "from 0 to 65535"),
         (["--port", "http"], "not a number"),
         (["--gpu-memory-utilization", "1.5"], "from 0.01 to 1"),
@@ -176,17 +196,24 @@ def test_an_unknown_tool_call_parser_is_told_with_those_there_are(capsys):
     assert "hermes" in capsys.readouterr().err
 
 
+def test_an_unknown_reasoning_parser_is_told_with_those_there_are(capsys):
+    assert main(["--reasoning-parser", "morse"]) == 2
+    assert "auto, none, deepseek" in capsys.readouterr().err
+
+
 def test_help_has_one_line_an_option_and_is_short(capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["--help"])
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 50
+    assert len(lines) <= 62
+    assert not [line for line in lines if line.startswith("   ")], "an option's help runs over its line"
     assert all(len(line) <= 120 for line in lines)
     assert [line for line in lines if line.endswith(":") and not line.startswith(" ")] == [
         "model:",
         "server:",
         "engine:",
+        "speculation:",
         "general:",
     ]
 
@@ -203,3 +230,26 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"minserve {__version__}\n"
+
+
+def test_limits_and_origins_reach_the_server(tmp_path):
+    server, _ = configs(
+        tmp_path,
+        *("--api-key", "a", "b", "--max-requests-per-key", "3", "--max-connections", "9"),
+        *("--max-request-bytes", "1MiB", "--allowed-origins", "https://a.example", '["https://b.example:8080"]'),
+    )
+    assert server.api_keys == ("a", "b")
+    assert (server.max_requests_per_key, server.max_connections, server.max_request_bytes) == (3, 9, 2**20)
+    assert server.allowed_origins == ("https://a.example", "https://b.example:8080")
+
+
+@pytest.mark.parametrize("origin", ["a.example", "https://", "https://a/b", "[1]", "[", "", "https://a b"])
+def test_what_is_no_origin_is_refused(capsys, origin):
+    assert "--allowed-origins" in refusal(capsys, "--allowed-origins", origin)
+
+
+def test_a_limit_for_each_key_needs_keys(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="--max-requests-per-key needs --api-key"):
+        configs(tmp_path, "--max-requests-per-key", "3")
+    monkeypatch.setenv("MINSERVE_API_KEY", "k")
+    assert configs(tmp_path, "--max-requests-per-key", "3")[0].max_requests_per_key == 3

@@ -77,7 +77,7 @@ def test_rope_takes_views_with_gaps():
     assert torch.equal(apply_rope(whole[:, 1:3], cos, sin), apply_rope(whole[:, 1:3].contiguous(), cos, sin))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("rows", [1, 2, 7, 32, 33])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear_is_the_product_with_the_transposed_weight_plus_the_bias(rows, with_bias):
     x, weight, bias = torch.randn(rows, 48), torch.randn(33, 48), torch.randn(33) if with_bias else None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minserve.errors import ConfigError
-from minserve.weights.hub import resolve_model, resolve_tokenizer
+from minserve.weights.hub import resolve_draft, resolve_model, resolve_tokenizer
 from tests.unit.hub_stand_in import COMMIT, StandInHub
 
 SERVED = [
@@ -97,6 +97,24 @@ class TestHub:
             "additional_chat_templates/tool_use.jinja",
         }
 
+    @pytest.mark.parametrize(
+        "files",
+        [
+            ["config.json", "model.safetensors"],
+            ["config.json", "pytorch_model.bin"],
+            ["config.json", "pytorch_model-1.bin", "pytorch_model.bin.index.json"],
+        ],
+        ids=["safetensors", "bin", "shards"],
+    )
+    def test_a_draft_head_is_downloaded_with_its_pickle_only_if_there_is_nothing_else(self, tmp_path, files):
+        others = ["README.md", "modeling_own.py", "optimizer.bin", *(["pytorch_model.bin"] if len(files) == 2 else [])]
+        repos = {"org/draft": {name: name.encode() for name in (*files, *others)}}
+        with StandInHub(repos=repos).running() as hub:
+            folder, _ = resolve_elsewhere(tmp_path, hub.url, "org/draft", call="resolve_draft")
+            assert files_of(folder).keys() == set(files)
+            offline, _ = resolve_elsewhere(tmp_path, hub.url, "org/draft", call="resolve_draft", HF_HUB_OFFLINE="1")
+            assert offline == folder
+
     def test_what_is_cached_is_found_offline_and_when_the_hub_is_gone(self, hub, tmp_path):
         online, _ = resolve_elsewhere(tmp_path, hub.url, "org/model")
         asked = len(hub.requested)
@@ -180,6 +198,17 @@ class TestLocal:
     def test_what_a_folder_lacks_is_named(self, tmp_path, names, message):
         with pytest.raises(ConfigError, match=message):
             resolve_model(str(make_folder(tmp_path / "model", names)))
+
+    def test_a_folder_of_a_draft_head_needs_a_config_and_weights_of_either_kind(self, tmp_path):
+        for weights in ("model.safetensors", "pytorch_model.bin"):
+            folder = make_folder(tmp_path / weights, ["config.json", weights])
+            assert resolve_draft(str(folder)) == folder
+        with pytest.raises(ConfigError, match=r"lacks config\.json"):
+            resolve_draft(str(make_folder(tmp_path / "no config", ["model.safetensors"])))
+        with pytest.raises(ConfigError, match=r"lacks weights: model\.safetensors, or else pytorch_model\.bin"):
+            resolve_draft(str(make_folder(tmp_path / "no weights", ["config.json", "training_args.bin"])))
+        with pytest.raises(ConfigError, match=r"no \.gguf file"):
+            resolve_draft("draft.gguf")
 
     @pytest.mark.parametrize(
         "name", ["./model", "../model", "/srv/model", "~/model", "a/b/c", "model/", "a\\b", "m.gguf"]

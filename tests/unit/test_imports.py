@@ -24,6 +24,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         "minserve.engine.scheduler",
         "minserve.memory.blocks",
         "minserve.models.config",
+        "minserve.models.eagle3_config",
         "minserve.text",
     ],
 )

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from minserve.config import BLOCK_SIZE
-from minserve.kernels.decode_attention import decode_attention, decode_index
-from minserve.kernels.gather_pages import gather_pages, page_rows
-from minserve.kernels.kv_write import kv_write
-from minserve.kernels.prefill_attention import chunk_mask, prefill_attention
+from minserve.kernels.decode_attention import decode_attention, decode_batch
+from minserve.kernels.prefill_attention import chunk_mask, masked_attention
 from minserve.kernels.sampling import apply_penalties, filter_logits, gumbel_noise
 
 
@@ -24,26 +22,33 @@ def attend(q, k, v):
     return out
 
 
+def batch_of(table, lengths, kv):
+    """Lane i of the table has the i-th of as many parts of the lengths."""
+    table = torch.tensor(table, dtype=torch.int32)
+    return decode_batch(table, torch.arange(len(table)), torch.tensor(lengths), kv)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 8), (6, 2, 16), (9, 3, 64), (4, 1, 128)])
-def test_decode_attention_reads_each_rows_own_tokens_through_its_page_table(heads, kv_heads, head_dim):
-    lengths = [1, 16, 17, 61]
+@pytest.mark.parametrize("lengths", [[1, 16, 17, 61], [1, 2, 15, 17, 16, 17, 61, 62], [16, 17, 18]])
+def test_decode_attention_reads_each_rows_own_tokens_through_its_page_table(heads, kv_heads, head_dim, lengths):
     kv = torch.randn(32, kv_heads, 2, BLOCK_SIZE, head_dim)
-    table = torch.randperm(32)[: 4 * 4].view(4, 4)
-    q = torch.randn(4, heads, head_dim)
-    out = decode_attention(q, kv, decode_index(table, torch.tensor(lengths), max(lengths), kv))
+    table = torch.randperm(32)[: 4 * 4].view(4, 4) if len(lengths) != 3 else torch.tensor([[5, 2]])
+    q = torch.randn(len(lengths), heads, head_dim)
+    out = decode_attention(q, kv, batch_of(table.tolist(), lengths, kv))
     for row, length in enumerate(lengths):
-        tokens = kv[table[row]].permute(2, 0, 3, 1, 4).reshape(2, -1, kv_heads, head_dim)[:, :length]
+        pages = table[row * len(table) // len(lengths)]
+        tokens = kv[pages].permute(2, 0, 3, 1, 4).reshape(2, -1, kv_heads, head_dim)[:, :length]
         torch.testing.assert_close(out[row].double(), attend(q[row], *tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_tokens_past_a_rows_length_have_no_influence():
     kv = torch.randn(4, 2, 2, BLOCK_SIZE, 8)
-    for table, lengths in (([[2, 0]], [20]), ([[2, 0], [3, 1]], [20, 30])):
-        q = torch.randn(len(table), 4, 8)
-        index = decode_index(torch.tensor(table), torch.tensor(lengths), max(lengths), kv)
-        before = decode_attention(q, kv, index)
+    for table, lengths in (([[2, 0]], [20]), ([[2, 0], [3, 1]], [20, 30]), ([[2, 0]], [19, 20])):
+        q = torch.randn(len(lengths), 4, 8)
+        batch = batch_of(table, lengths, kv)
+        before = decode_attention(q, kv, batch)
         kv[0, :, :, 4:] *= 1e4
-        torch.testing.assert_close(decode_attention(q, kv, index), before)
+        torch.testing.assert_close(decode_attention(q, kv, batch), before)
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 20), (5, 1), (16, 16), (31, 9)])
@@ -52,22 +57,10 @@ def test_prefill_attention_sees_what_comes_before_each_token_and_nothing_after(s
     k, v = torch.randn(2, start + count, kv_heads, head_dim)
     q = torch.randn(count, heads, head_dim)
     mask = chunk_mask(start, count, start + count, torch.device("cpu"))
-    out = prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), mask)
+    out = masked_attention(q, k.transpose(0, 1), v.transpose(0, 1), mask)
     for row in range(count):
         seen = start + row + 1
         torch.testing.assert_close(out[row].double(), attend(q[row], k[:seen], v[:seen]), atol=1e-5, rtol=1e-5)
-
-
-def test_written_keys_and_values_are_gathered_in_the_order_of_the_table():
-    kv = torch.full((8, 2, 2, BLOCK_SIZE, 4), torch.nan)
-    table = torch.tensor([[5, 1]])
-    positions = torch.arange(2 * BLOCK_SIZE)
-    k, v = torch.randn(2, 2 * BLOCK_SIZE, 2, 4)
-    kv_write(kv, table[0, positions // BLOCK_SIZE], positions % BLOCK_SIZE, k, v)
-    keys, values = gather_pages(kv, page_rows(table, 2), 1)
-    assert torch.equal(keys[0], k.transpose(0, 1))
-    assert torch.equal(values[0], v.transpose(0, 1))
-    assert kv[[0, 2, 3, 4, 6, 7]].isnan().all()
 
 
 def seeds(*values):

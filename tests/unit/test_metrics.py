@@ -44,3 +44,21 @@ def test_the_engines_counters_are_read_at_the_scrape():
     stats.num_pages_used, stats.num_preemptions = 1, 3
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
     assert value(metrics, "vllm:num_preemptions_total") == 3
+
+
+def test_drafts_are_counted_in_all_and_by_their_place():
+    stats = Stats()
+    metrics = Metrics("m", lambda: stats)
+    stats.note_drafts(3, [0, 2, 3])
+    stats.note_drafts(1, [1])
+    stats.note_drafts(0, [0, 0])
+    assert value(metrics, "vllm:spec_decode_num_drafts_total") == 4
+    assert value(metrics, "vllm:spec_decode_num_draft_tokens_total") == 10
+    assert value(metrics, "vllm:spec_decode_num_accepted_tokens_total") == 6
+    at = [
+        metrics.registry.get_sample_value(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total", {"model_name": "m", "position": str(position)}
+        )
+        for position in range(4)
+    ]
+    assert at == [3, 2, 1, 0]

@@ -157,7 +157,10 @@ def test_a_wrong_scaling_on_the_command_line_is_refused_as_such(read, scaling, f
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
         ({"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, "architectures.*never run"),
         ({"hidden_act": "gelu"}, "hidden_act.*silu"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config: quant_method.*fp8, compressed-tensors",
+        ),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_scaling: rope_type.*default, linear, llama3"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"rope_scaling": ["yarn"]}, "rope_scaling"),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from minserve.models.causal_lm import AuxStates, build_model
 from minserve.models.config import ModelConfig
-from minserve.models.registry import build_model
 from minserve.weights.loader import load_weights
+from tests.unit.dense_attend import DenseAttend
 
 NUM_TOKENS = 40
 SIZES = {
@@ -45,25 +46,6 @@ ROPES = {
 }
 
 
-class DenseAttend:
-    """Causal attention over one sequence, by its definition; keeps keys and values, so that passes may continue it."""
-
-    def __init__(self):
-        self.kv = {}
-
-    def __call__(self, layer, q, k, v):
-        keys, values = self.kv.get(layer, (k[:0], v[:0]))
-        keys, values = torch.cat((keys, k)), torch.cat((values, v))
-        self.kv[layer] = keys, values
-        group = q.shape[1] // k.shape[1]
-        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q, keys) / q.shape[-1] ** 0.5
-        first = keys.shape[0] - q.shape[0]
-        hidden = torch.arange(keys.shape[0])[None, :] > torch.arange(first, keys.shape[0])[:, None]
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-        return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
-
-
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.manual_seed(0)
@@ -91,7 +73,7 @@ def assert_same_logits(folder, reference):
     token_ids = torch.randint(SIZES["vocab_size"], (NUM_TOKENS,))
     expected = reference(token_ids[None]).logits[0]
     model = load(folder)
-    actual = model.logits(model(token_ids, torch.arange(NUM_TOKENS), DenseAttend()))
+    actual = model.logits(model(token_ids, DenseAttend(model)))
     assert expected.std() > 0.5, "the reference must say something"
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
@@ -155,10 +137,10 @@ def test_the_older_spelling_of_a_config_means_the_same(tmp_path, type_name, dtyp
 def test_a_sequence_may_be_computed_in_pieces(tmp_path):
     """Prefill in chunks and decode are one thing: positions and the attend callable carry all state."""
     save_reference(tmp_path, LlamaForCausalLM, LlamaConfig(**SIZES))
-    model, token_ids, positions = load(tmp_path), torch.randint(96, (NUM_TOKENS,)), torch.arange(NUM_TOKENS)
-    whole = model(token_ids, positions, DenseAttend())
-    attend = DenseAttend()
-    pieces = [model(token_ids[a:b], positions[a:b], attend) for a, b in [(0, 17), (17, 39), (39, 40)]]
+    model, token_ids = load(tmp_path), torch.randint(96, (NUM_TOKENS,))
+    whole = model(token_ids, DenseAttend(model))
+    attend = DenseAttend(model)
+    pieces = [model(token_ids[a:b], attend) for a, b in [(0, 17), (17, 39), (39, 40)]]
     torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-4, rtol=1e-4)
 
 
@@ -168,8 +150,24 @@ def test_the_model_can_be_computed_in_bfloat16(tmp_path):
     load_weights(model, tmp_path, device="cpu", dtype=torch.bfloat16)
     model.set_max_positions(NUM_TOKENS)
     token_ids = torch.randint(96, (NUM_TOKENS,))
-    logits = model.logits(model(token_ids, torch.arange(NUM_TOKENS), DenseAttend()))
+    logits = model.logits(model(token_ids, DenseAttend(model)))
     assert logits.dtype == torch.bfloat16
     assert model.rope_table.dtype == torch.float32, "bfloat16 cannot tell far positions apart"
     error = (logits.float() - reference(token_ids[None]).logits[0]).norm() / logits.float().norm()
     assert error < 0.05
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (1, 2, 3), (2,), (2, 2)], ids=str)
+def test_what_comes_into_a_layer_is_transformers_hidden_state_of_that_number(tmp_path, layers):
+    """And the number of layers means what the last one puts out, which transformers shows only to a hook."""
+    reference = save_reference(tmp_path, LlamaForCausalLM, LlamaConfig(**SIZES))
+    token_ids = torch.randint(SIZES["vocab_size"], (NUM_TOKENS,))
+    last = []
+    reference.model.layers[-1].register_forward_hook(lambda module, args, out: last.append(out))
+    states = [*reference(token_ids[None], output_hidden_states=True).hidden_states[:-1], *last]
+    model = load(tmp_path)
+    aux = AuxStates(layers, torch.full((NUM_TOKENS, len(layers) * SIZES["hidden_size"]), float("nan")))
+    hidden = model(token_ids, DenseAttend(model), aux)
+    expected = torch.cat([states[layer][0] for layer in layers], dim=-1)
+    torch.testing.assert_close(aux.states, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(hidden, model(token_ids, DenseAttend(model))), "who looks changes nothing"

@@ -47,7 +47,7 @@ def test_decodes_run_in_every_step_beside_a_long_prefill(run_ahead):
     world.submit("long", prompt(2, 200), max_tokens=2)
     while len(world.outputs["short"]) < 10:
         plan = world.step()
-        assert len(plan.rows) == 1
+        assert len(plan.decodes) == 1
         assert plan.num_tokens == 16
     world.run()
 
@@ -74,6 +74,22 @@ def test_a_preempted_request_finds_its_own_blocks_again(run_ahead):
     # It gives way with six blocks; the old one takes three of the twelve pages from it, the last ones first.
     resumed = [chunk.start for plan in world.plans[1:] for chunk in plan.chunks]
     assert resumed == [3 * BLOCK_SIZE]
+
+
+def test_chunks_end_at_whole_steps_where_the_budget_reaches_one(run_ahead):
+    world = World(num_pages=32, max_num_batched_tokens=24, chunk_step=10, run_ahead=run_ahead)
+    world.submit("long", prompt(1, 95), max_tokens=2, ignore_eos=True)
+    world.run()
+    spans = [(chunk.start, chunk.start + len(chunk.token_ids)) for plan in world.plans for chunk in plan.chunks]
+    assert spans == [(0, 20), (20, 40), (40, 60), (60, 80), (80, 95)]
+
+
+def test_a_budget_is_used_where_a_whole_step_would_waste_it(run_ahead):
+    world = World(num_pages=32, max_num_batched_tokens=8, chunk_step=10, run_ahead=run_ahead)
+    world.submit("long", prompt(1, 27), max_tokens=2, ignore_eos=True)
+    world.run()
+    ends = [chunk.start + len(chunk.token_ids) for plan in world.plans for chunk in plan.chunks]
+    assert ends == [8, 16, 24, 27]
 
 
 def test_cached_tokens_are_whole_blocks_and_fewer_than_the_prompt(run_ahead):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from minserve.config import EngineConfig
 from minserve.engine import sizing
@@ -49,9 +50,9 @@ def test_without_prefix_caching_nothing_could_be_found_there():
     assert blocks(0, enable_prefix_caching=False) == 0
 
 
-def kv_bytes(mib):
-    config = EngineConfig(model_path="x", kv_cache_memory=None if mib is None else mib * MIB)
-    return sizing.kv_cache_bytes(config, torch.device("cpu")) / MIB
+def kv_bytes(mib, device="cpu", workspace_mib=0, **options):
+    config = EngineConfig(model_path="x", kv_cache_memory=None if mib is None else mib * MIB, **options)
+    return sizing.kv_cache_bytes(config, torch.device(device), workspace_mib * MIB) / MIB
 
 
 def test_a_cpus_kv_cache_is_a_quarter_of_what_is_free_or_what_is_asked_for():
@@ -62,6 +63,47 @@ def test_a_cpus_kv_cache_is_a_quarter_of_what_is_free_or_what_is_asked_for():
 def test_a_kv_cache_larger_than_the_memory_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"--kv-cache-memory 0\.98 GiB: only 0\.59 GiB"):
         kv_bytes(1000)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of 10000 MiB, of which weights and other programs have taken 4000."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6000 * MIB, 10_000 * MIB))
+
+
+def test_a_gpus_kv_cache_is_what_its_share_leaves_beside_what_is_taken_and_what_steps_need(gpu):
+    assert kv_bytes(None, "cuda", workspace_mib=1000, gpu_memory_utilization=0.75) == 7500 - 4000 - 1000
+    assert kv_bytes(5000, "cuda", workspace_mib=1000, gpu_memory_utilization=0.1) == 5000
+
+
+def test_a_gpu_without_room_for_kv_is_refused_with_all_numbers(gpu):
+    with pytest.raises(ConfigError, match=r"of 9\.77 GiB .* 0\.4 allows 3\.91, 3\.91 are taken .* 0\.98 are needed"):
+        kv_bytes(None, "cuda", workspace_mib=1000, gpu_memory_utilization=0.4)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory 4\.98 GiB: only 5\.86 GiB are free, and 0\.98 GiB"):
+        kv_bytes(5100, "cuda", workspace_mib=1000)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_drafts", "options", "batch"),
+    [
+        ("cpu", 0, {}, (64, 512)),
+        ("cuda", 0, {}, (256, 2304)),
+        ("cuda", 0, {"max_num_seqs": 3000}, (3000, 5048)),
+        ("cuda", 0, {"max_num_batched_tokens": 100}, (100, 100)),
+        ("cuda", 3, {"max_num_batched_tokens": 100}, (25, 100)),
+        ("cuda", 3, {"max_num_seqs": 600}, (600, 4448)),
+        ("cpu", 0, {"max_num_seqs": 7, "max_num_batched_tokens": 9}, (7, 9)),
+    ],
+)
+def test_a_batch_is_what_is_asked_for_or_what_such_a_device_computes_in_a_moment(device, num_drafts, options, batch):
+    assert sizing.choose_batch(EngineConfig(model_path="x", **options), torch.device(device), num_drafts) == batch
+
+
+def test_decodes_alone_must_not_fill_a_step():
+    config = EngineConfig(model_path="x", max_num_seqs=9, max_num_batched_tokens=17)
+    sizing.choose_batch(config, torch.device("cpu"), 0)
+    with pytest.raises(ConfigError, match="must be at least 18, or --max-num-seqs 9 with 1 drafts each could fill"):
+        sizing.choose_batch(config, torch.device("cpu"), 1)
 
 
 TINY = ModelConfig(
@@ -87,7 +129,7 @@ PAGE_BYTES = 2 * 16 * 8 * 4
 
 def context(num_pages, **options):
     config = EngineConfig(model_path="x", **options)
-    return sizing.choose_context(config, TINY, torch.float32, num_pages * PAGE_BYTES)
+    return sizing.choose_context(config, TINY, torch.float32, 64, num_pages * PAGE_BYTES)
 
 
 def test_a_context_that_was_not_asked_for_is_cut_to_what_the_pages_hold():
@@ -115,3 +157,10 @@ def test_the_prefill_reserve_is_beside_the_context():
 def test_a_context_longer_than_the_models_positions_is_refused():
     with pytest.raises(ConfigError, match="positions end at 4096"):
         context(1000, max_model_len=4097)
+
+
+def test_a_model_that_the_gpus_kernels_do_not_compute_is_refused_on_a_gpu_only():
+    sizing.refuse_unsupported(TINY, torch.device("cpu"))
+    sizing.refuse_unsupported(replace(TINY, head_dim=128), torch.device("cuda"))
+    with pytest.raises(ConfigError, match="8 dimensions; supported on CUDA are 64 and 128"):
+        sizing.refuse_unsupported(TINY, torch.device("cuda"))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from minserve.errors import WeightsError
+from minserve.models.causal_lm import build_model
 from minserve.models.config import ModelConfig
-from minserve.models.registry import build_model
 from minserve.weights.loader import init_dummy_weights
 from tests.unit.checkpoints import CONFIG, halves, load, random_tensors, save, save_sharded
 

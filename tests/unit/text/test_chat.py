@@ -127,6 +127,48 @@ def test_arguments_given_as_a_string_render_as_the_object_they_hold():
     assert as_string["tool_calls"][0]["function"]["arguments"] is text
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '```json\n' + call.arguments + '\n```' }}",  # DeepSeek's
+        "{{ call.arguments }}",
+        "{{ call.name ~ ': ' ~ call.arguments }}",
+    ],
+)
+def test_a_template_that_joins_arguments_to_its_own_text_is_given_them_as_text(source):
+    loop = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set call = c.function %}"
+    template = chat(f"{loop}{source}{{% endfor %}}{{% endfor %}}")
+    expected = '{"where": {"city": "Zürich"}, "days": 1.0, "note": "a<b & \'c\'"}'
+    assert expected in template.render([USER, CALLS, RESULT])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ call.arguments | tojson }}",
+        "{% for key, value in call.arguments | items %}{{ key }}={{ value }}{% endfor %}",
+        "{% if call.arguments is string %}{{ call.arguments }}{% else %}{{ call.arguments.note }}{% endif %}",
+    ],
+)
+def test_any_other_template_is_given_arguments_as_the_object_that_they_are(source):
+    loop = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set call = c.function %}"
+    shown = chat(f"{loop}{source}{{% endfor %}}{{% endfor %}}").render([USER, CALLS, RESULT])
+    assert "a<b & 'c'" in shown
+    assert '\\"' not in shown
+    assert ("where" in shown) == ("is string" not in source)
+
+
+def test_a_prompt_longer_than_any_context_is_refused(monkeypatch):
+    monkeypatch.setattr("minserve.text.chat.MAX_PROMPT_CHARS", 10)
+    assert chat("{% for i in range(10) %}x{% endfor %}").render([USER]) == "x" * 10
+    with pytest.raises(RequestError, match="more than 10 characters"):
+        chat("{% for i in range(11) %}x{% endfor %}").render([USER])
+
+
+def test_nothing_of_a_template_is_computed_before_it_renders():
+    chat("{{ 7 ** (10 ** 9) }}{% set x = 7 ** (10 ** 9) %}{{ ('x' * 10 ** 11) | upper }}")
+
+
 def calls_with(arguments):
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": "{}"}}, {"function": function}]}

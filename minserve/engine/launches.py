@@ -1,0 +1,92 @@
+"""The steps under way: from decisions to a plan, and from its result back to the requests that it was for.
+
+Owns: the numbers of steps, and what each launched step does for whom. Imports no torch.
+Does not know: pages, the queue, or what a result means for a request.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from minserve.engine.decisions import Decisions, Launched
+from minserve.engine.plan import LaneSetup, StepPlan, StepResult
+from minserve.engine.request import Request
+from minserve.protocol import TokenLogprobs
+from minserve.spec.lengths import DraftLengths
+
+
+class Yield(NamedTuple):
+    """What a step gave for one request. token_ids: empty if it did not sample."""
+
+    entry: Launched
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None
+    prompt_logprobs: Sequence[TokenLogprobs]
+
+
+class Launches:
+    """drafts: how many each step proposes; the next one verifies them."""
+
+    def __init__(self, drafts: DraftLengths) -> None:
+        self._drafts = drafts
+        self._under_way: deque[tuple[int, list[Launched]]] = deque()
+        self.last_step = 0
+        self.num_proposed = 0
+
+    def launch(self, requests: Sequence[Request], decisions: Decisions, setups: Sequence[LaneSetup]) -> StepPlan:
+        """The plan of what was decided; empty if that is nothing. Counts its tokens as computed.
+
+        requests: those that run, in order; setups: the lanes that are new to some of them.
+        """
+        counts = decisions.counts
+        launched = [
+            _advance(request, counts[request], decisions.num_drafts) for request in requests if request in counts
+        ]
+        if not launched:
+            return StepPlan(step=self.last_step)
+        launched.sort(key=lambda entry: entry.chunk is None)
+        samples = [entry.request.next_sample() for entry in launched if entry.samples]
+        self.num_proposed = self._drafts.choose([e.request.num_tokens for e in launched if e.samples])
+        self.last_step += 1
+        self._under_way.append((self.last_step, launched))
+        return StepPlan(
+            step=self.last_step,
+            setups=setups,
+            new_pages=decisions.new_pages,
+            chunks=[entry.chunk for entry in launched if entry.chunk is not None],
+            decodes=[entry.request.lane for entry in launched if entry.chunk is None],
+            num_drafts=decisions.num_drafts,
+            samples=samples,
+            num_proposals=self.num_proposed,
+        )
+
+    def take(self, result: StepResult) -> Iterator[Yield]:
+        """The result of the oldest step under way, request by request."""
+        step, launched = self._under_way.popleft()
+        assert step == result.step, f"step {step} was launched, {result.step} came back"
+        yielded = iter(zip(result.token_ids, result.logprobs, strict=True))
+        prompt_logprobs = iter(result.prompt_logprobs)
+        for entry in launched:
+            token_ids, logprobs = next(yielded) if entry.samples else ((), None)
+            yield Yield(entry, token_ids, logprobs, next(prompt_logprobs) if entry.chunk is not None else ())
+
+    def note_accepted(
+        self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None
+    ) -> None:
+        """See `DraftLengths.note`."""
+        self._drafts.note(num_drafts, lengths, accepted, seconds)
+
+
+def _advance(request: Request, count: int, num_drafts: int) -> Launched:
+    chunk = None if request.is_decoding else request.next_chunk(count)
+    request.num_computed += count
+    entry = Launched(
+        request=request,
+        num_computed=request.num_computed,
+        samples=request.num_computed == request.num_tokens,
+        chunk=chunk,
+        num_drafts=num_drafts if chunk is None else 0,
+    )
+    request.num_in_flight += entry.samples
+    request.num_drafts_in_flight += entry.num_drafts
+    return entry

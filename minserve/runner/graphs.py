@@ -1,0 +1,142 @@
+"""Decode steps replayed from CUDA graphs.
+
+Owns: the graphs and their buffers. Does not know: what a step computes (decode).
+
+Three graphs make a step: the model, sampling, and proposing drafts. Each is captured for some batch sizes, and for the
+numbers of drafts that are usual; others when they are first needed. A step of n lanes runs in the next size, and its
+padding exits at once.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from minserve.memory.transfer import to_device
+from minserve.runner.decode import PADDING, Decode, Decoded, StepKind
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Batch sizes that have a graph; above the last, every multiple of 64."""
+
+
+class Replay(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Do it again, on what its buffers hold now."""
+
+
+Recorder = Callable[[Callable[[], None]], Replay]
+"""Records what a function does on the device. The function is called meanwhile, more than once, and must launch
+something; that it touches nobody is the caller's business."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share a memory pool, since no two of them run at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """function: launches kernels; waits for nothing, allocates what it likes."""
+        function()  # as it stands: kernels are compiled and libraries set up, which no graph may hold
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            function()
+        return graph
+
+
+class DecodeGraphs:
+    """As `Decode`. What `run` returns is overwritten by the next call.
+
+    max_lanes, most_drafts: the largest step; vocab_size, dtype: of the model's logits.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        record: Recorder,
+        *,
+        max_lanes: int,
+        most_drafts: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._decode = decode
+        self._record = record
+        self._sizes = graph_sizes(max_lanes)
+        largest = self._sizes[-1]
+        rows = largest * (1 + most_drafts)
+        self._lane_ids = torch.full((largest,), PADDING, dtype=torch.int64, device=device)
+        self._logits = torch.zeros(rows, vocab_size, dtype=dtype, device=device)
+        self._aux = decode.new_aux(rows).zero_()
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._loaded: list[int] = []
+        self._graphs: dict[tuple[str, int, int, int], Replay] = {}
+
+    @torch.inference_mode()
+    def capture(self, kinds: Sequence[StepKind], progress: Callable[[int, int], None]) -> None:
+        """Record steps of these kinds in every size, the largest first: the others find their memory in the pool.
+
+        progress: told of (sizes recorded, sizes in all).
+        """
+        for number, size in enumerate(reversed(self._sizes), 1):
+            for kind in kinds:
+                self._parts(size, kind)
+            progress(number, len(self._sizes))
+
+    def run(self, lanes: Sequence[int], kind: StepKind) -> Decoded:
+        """As Decode.run."""
+        size = next(size for size in self._sizes if size >= len(lanes))
+        parts = self._parts(size, kind)
+        padded = [*lanes, *[PADDING] * (size - len(lanes))]
+        if padded != self._loaded:
+            self._lane_ids[:size].copy_(to_device(padded, torch.int64, self._lane_ids.device))
+            self._loaded = padded
+        for part in parts:
+            part.replay()
+        num_rows = len(lanes) * (1 + kind.num_drafts)
+        tokens = self._tokens[:num_rows].view(len(lanes), -1)
+        return Decoded(self._logits[:num_rows], tokens, self._counts[: len(lanes)])
+
+    def _parts(self, size: int, kind: StepKind) -> list[Replay]:
+        """The graphs of such a step."""
+        drafts, proposals, adjusted = kind
+        parts = [
+            self._part(("forward", size, drafts, 0), self._forward),
+            self._part(("sample", size, drafts, int(adjusted)), self._sample),
+        ]
+        if self._decode.has_drafter:
+            parts.append(self._part(("propose", size, drafts, proposals), self._propose))
+        return parts
+
+    def _part(self, key: tuple[str, int, int, int], function: Callable[[int, int, int], None]) -> Replay:
+        if key not in self._graphs:
+            self._lane_ids.fill_(PADDING)  # so that nothing of any lane is touched meanwhile
+            self._loaded = []
+            self._graphs[key] = self._record(partial(function, *key[1:]))
+        return self._graphs[key]
+
+    def _forward(self, size: int, num_drafts: int, _: int) -> None:
+        rows = size * (1 + num_drafts)
+        self._logits[:rows].copy_(self._decode.forward(self._lane_ids[:size], num_drafts, self._aux[:rows]))
+
+    def _sample(self, size: int, num_drafts: int, adjusted: int) -> None:
+        rows = size * (1 + num_drafts)
+        tokens, counts = self._decode.sample(self._logits[:rows], self._lane_ids[:size], adjusted=bool(adjusted))
+        self._tokens[:rows].copy_(tokens.flatten())
+        self._counts[:size].copy_(counts)
+
+    def _propose(self, size: int, num_drafts: int, num_proposals: int) -> None:
+        rows = size * (1 + num_drafts)
+        tokens = self._tokens[:rows].view(size, -1)
+        self._decode.propose(self._aux[:rows], tokens, self._counts[:size], self._lane_ids[:size], num_proposals)
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """The batch sizes to capture for steps of up to max_rows."""
+    largest = next((size for size in SIZES if size >= max_rows), -(-max_rows // 64) * 64)
+    return sorted({size for size in (*SIZES, *range(SIZES[-1], largest, 64)) if size < largest} | {largest})

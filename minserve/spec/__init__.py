@@ -1,0 +1,1 @@
+"""Speculation: drafts that are proposed by a head and verified by the model."""

@@ -1,0 +1,134 @@
+"""The engine as a GPU runs it, with Triton's interpreter in place of the GPU.
+
+Every kernel, padded batches and recorded steps, prefill in fixed shapes: the same answers as by the torch references.
+Only cuDNN's attention and the CUDA graphs themselves have stand-ins.
+"""
+
+import random
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from minserve.kernels.accept_drafts import accept_drafts_triton
+from minserve.kernels.adjust_logits import adjust_logits_triton, count_tokens_triton
+from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
+from minserve.kernels.gather_pages import gather_keys_triton
+from minserve.kernels.merge_attention import merge_attention_triton
+from minserve.kernels.norm_rope_store import norm_rope_store_triton
+from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from minserve.kernels.sampling import draw_triton
+from minserve.kernels.silu_mul import silu_mul_triton
+from minserve.kernels.step_inputs import step_inputs_triton
+from minserve.runner.decode import StepKind
+from minserve.runner.graphs import DecodeGraphs
+from minserve.runner.prefill import FlashShapes
+from tests.engine.heads import write_head
+from tests.engine.tiny import CONFIG, VOCAB, finish, submit, tiny_engine
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the real thing"),
+    pytest.mark.filterwarnings("ignore:overflow encountered"),  # the interpreter's unsigned integers wrap around aloud
+]
+
+MODEL = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 48, "head_dim": 64}
+KERNELS = {
+    "minserve.models.layers": {
+        "rms_norm": rms_norm_triton,
+        "add_rms_norm": add_rms_norm_triton,
+        "silu_mul": silu_mul_triton,
+    },
+    "minserve.runner.attention": {
+        "norm_rope_store": norm_rope_store_triton,
+        "decode_batch": lambda page_table, lanes, lengths, _: DecodeBatch(page_table, lanes, lengths, None),
+        "decode_attention": decode_attention_triton,
+    },
+    "minserve.runner.prefill": {
+        "norm_rope_store": norm_rope_store_triton,
+        "gather_keys": gather_keys_triton,
+        "merge_attention": merge_attention_triton,
+    },
+    "minserve.spec.draft": {
+        "norm_rope_store": norm_rope_store_triton,
+        "decode_batch": lambda page_table, lanes, lengths, _: DecodeBatch(page_table, lanes, lengths, None),
+        "decode_attention": decode_attention_triton,
+        "draw": draw_triton,
+    },
+    "minserve.runner.decode": {"step_inputs": step_inputs_triton},
+    "minserve.runner.sampler": {
+        "adjust_logits": adjust_logits_triton,
+        "draw": draw_triton,
+        "accept_drafts": accept_drafts_triton,
+        "count_tokens": count_tokens_triton,
+    },
+}
+
+
+class Again:
+    """A recorded function, done again by calling it."""
+
+    def __init__(self, function):
+        self.replay = function
+        function()
+
+
+@contextmanager
+def triton_kernels():
+    """Triton's kernels where a GPU would run them."""
+    with ExitStack() as stack:
+        for module, names in KERNELS.items():
+            stack.enter_context(patch.multiple(module, **names))
+        yield
+
+
+def compiled_engine(folder, num_drafts, **options):
+    """An engine whose steps are recorded and padded, and whose prefill has fixed shapes."""
+    if num_drafts:
+        options |= {"draft_path": str(write_head(folder / "head", hidden=48, head_dim=64)), "draft_window": 64}
+        options["num_draft_tokens"] = num_drafts
+    engine = tiny_engine(folder, MODEL, max_num_seqs=5, max_num_batched_tokens=24, **options)
+    runner = engine._runner
+    graphs = DecodeGraphs(
+        runner._decode,
+        Again,
+        max_lanes=5,
+        most_drafts=num_drafts,
+        vocab_size=VOCAB,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    graphs.capture([StepKind(num_drafts, num_drafts)], lambda *_: None)
+    runner._decode, runner._shapes = graphs, FlashShapes.for_chunks_of(24)
+    return engine
+
+
+def requests():
+    rng = random.Random(1)
+    for number in range(6):
+        options = [
+            {"temperature": 0.0},
+            {"temperature": 0.8, "top_p": 0.8, "top_k": 20, "seed": 3},
+            {"temperature": 1.0, "min_p": 0.05, "seed": 4, "presence_penalty": 0.7, "repetition_penalty": 1.3},
+            {"temperature": 0.0, "logit_bias": {5: 30.0, 6: -80.0}, "min_tokens": 3, "stop_token_ids": [5]},
+        ][number % 4]
+        prompt = [rng.randrange(VOCAB) for _ in range([1, 50, 17, 16, 33, 20][number])]
+        yield submit(str(number), prompt, max_tokens=4, logprobs=2, **options)
+
+
+def answers(engine):
+    found = finish(engine, *requests())
+    tokens = {name: [token for delta in deltas for token in delta.token_ids] for name, deltas in found.items()}
+    logprobs = {name: [entry.logprob for delta in deltas for entry in delta.logprobs] for name, deltas in found.items()}
+    return tokens, logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_kernels_recorded_steps_and_fixed_shapes_give_the_answers_of_the_references(tmp_path, num_drafts):
+    tokens, logprobs = answers(tiny_engine(tmp_path, MODEL))
+    with triton_kernels():
+        compiled_tokens, compiled_logprobs = answers(compiled_engine(tmp_path, num_drafts, run_ahead=1))
+    assert compiled_tokens == tokens
+    for name, own in logprobs.items():
+        assert compiled_logprobs[name] == pytest.approx(own, abs=1e-4)

@@ -1,0 +1,197 @@
+"""Calls of every Triton wrapper in kernels/, at the shapes of production: for two models, two dtypes, some batch sizes.
+
+Tensors are torch's "meta" ones, which have shapes but no memory, so the calls are for compile_kernels.py alone. A new
+kernel needs a call here.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from minserve.config import BLOCK_SIZE
+from minserve.kernels.accept_drafts import accept_drafts_triton
+from minserve.kernels.adjust_logits import Adjustments, adjust_logits_triton, count_tokens_triton
+from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
+from minserve.kernels.fp8 import quantize_rows_triton
+from minserve.kernels.gather_pages import gather_keys_triton
+from minserve.kernels.linear import (
+    LINEAR_CHOICES,
+    MAX_ROWS,
+    SILU_MUL_CHOICES,
+    Tile,
+    choose_tile,
+    linear_silu_mul_triton,
+    linear_triton,
+)
+from minserve.kernels.merge_attention import merge_attention_triton
+from minserve.kernels.norm_rope_store import norm_rope_store_triton
+from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from minserve.kernels.sampling import SamplingState, draw_triton
+from minserve.kernels.silu_mul import silu_mul_triton
+from minserve.kernels.step_inputs import step_inputs_triton
+from minserve.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+
+ROWS = (1, 64, 256)
+ROWS_PER_ENTRY = (1, 4)
+LANES, PAGES, EPS = 256, 1024, 1e-6
+MAX_DRAFTS, DRAFT_VOCAB = 8, 32000
+EXAMPLE_TILES = (
+    Tile(8, 64, 4, 3, tensor_cores=False),
+    Tile(8, 64, 4, 3, tensor_cores=False, ahead=1),
+    Tile(64, 64, 4, 4),
+    Tile(64, 64, 4, 4, ahead=1),
+    Tile(64, 32, 4, 4, splits=2),
+)
+"""Beside those of linear.py's tables: every kernel of it, at block sizes that divide every `in` below."""
+
+Call = Callable[[], object]
+
+
+class Model(NamedTuple):
+    name: str
+    hidden: int
+    mlp: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_blocks: int
+    has_norms: bool
+
+
+QWEN3_8B = Model("Qwen3-8B", 4096, 12288, 151936, 32, 8, 128, 40960 // BLOCK_SIZE, True)
+SMOLLM2_135M = Model("SmolLM2-135M", 576, 1536, 49152, 9, 3, 64, 8192 // BLOCK_SIZE, False)
+
+
+class Work(NamedTuple):
+    """What the calls are made for."""
+
+    model: Model
+    dtype: torch.dtype
+    rows: int
+
+    def floats(self, *shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=self.dtype)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def elementwise_calls(work: Work) -> Iterator[Call]:
+    model, rows = work.model, work.rows
+    x, weight = work.floats(rows, model.hidden), work.floats(model.hidden)
+    yield lambda: rms_norm_triton(x, weight, EPS)
+    yield lambda: add_rms_norm_triton(x, torch.empty_like(x), weight, EPS)
+    yield lambda: silu_mul_triton(work.floats(rows, 2 * model.mlp))
+    qkv = work.floats(rows, model.heads + 2 * model.kv_heads, model.head_dim)
+    angles = empty(rows, 1, model.head_dim, dtype=torch.float32)
+    norms = (work.floats(model.head_dim), work.floats(model.head_dim)) if model.has_norms else None
+    yield lambda: norm_rope_store_triton(qkv, norms, EPS, (angles, angles), pages(work), empty(rows))
+    table = empty(LANES, model.max_blocks, dtype=torch.int32)
+    numbers = (empty(LANES), empty(LANES, MAX_DRAFTS), empty(LANES), empty(LANES))
+    for per_entry in ROWS_PER_ENTRY:
+        lanes = empty(max(1, rows // per_entry))
+        yield functools.partial(step_inputs_triton, *numbers, table, lanes, per_entry - 1, BLOCK_SIZE)
+    for size in (model.hidden, model.mlp):
+        yield functools.partial(quantize_rows_triton, work.floats(rows, size))
+
+
+def pages(work: Work) -> torch.Tensor:
+    return work.floats(PAGES, work.model.kv_heads, 2, BLOCK_SIZE, work.model.head_dim)
+
+
+def attention_calls(work: Work) -> Iterator[Call]:
+    model, rows = work.model, work.rows
+    table = empty(LANES, model.max_blocks, dtype=torch.int32)
+    for per_entry in ROWS_PER_ENTRY:
+        entries = max(1, rows // per_entry)
+        q = work.floats(entries * per_entry, model.heads, model.head_dim)
+        batch = DecodeBatch(table, empty(entries), empty(entries * per_entry), None)
+        yield functools.partial(decode_attention_triton, q, pages(work), batch)
+    k = work.floats(model.kv_heads, rows * BLOCK_SIZE, model.head_dim)
+    yield lambda: gather_keys_triton(pages(work), table[0], rows - 1, k, torch.empty_like(k), rows)
+    outs = work.floats(rows, 2 * rows, model.heads, model.head_dim)
+    yield lambda: merge_attention_triton(outs, empty(rows, model.heads, 2 * rows, dtype=torch.float32))
+
+
+def linear_calls(work: Work) -> Iterator[Call]:
+    """The chosen tiles for each projection, and the examples."""
+    model, rows = work.model, min(work.rows, MAX_ROWS)
+    attended = model.heads * model.head_dim
+    projections = (
+        (model.hidden, attended + 2 * model.kv_heads * model.head_dim),
+        (attended, model.hidden),
+        (model.hidden, 2 * model.mlp),
+        (model.mlp, model.hidden),
+        (model.hidden, model.vocab),
+    )
+    for size_in, size_out in projections:
+        x, weight = work.floats(rows, size_in), work.floats(size_out, size_in)
+        chosen = choose_tile(LINEAR_CHOICES, rows, size_in, size_out)
+        for tile in (*filter(None, [chosen]), *EXAMPLE_TILES):
+            if rows > 1 and not tile.tensor_cores:
+                continue
+            yield functools.partial(linear_triton, x, weight, None, tile)
+            if tile.splits > 1:
+                yield functools.partial(linear_triton, x, weight, work.floats(size_out), tile)
+    x, weight = work.floats(rows, model.hidden), work.floats(2 * model.mlp, model.hidden)
+    if fused := choose_tile(SILU_MUL_CHOICES, rows, model.hidden, model.mlp):
+        yield functools.partial(linear_silu_mul_triton, x, weight, None, fused)
+    yield functools.partial(linear_silu_mul_triton, x, weight, None, EXAMPLE_TILES[2])
+
+
+def sampling_calls(work: Work) -> Iterator[Call]:
+    number, integer = empty(LANES, dtype=torch.float32), empty(LANES)
+    allowed = empty(work.model.vocab, dtype=torch.bool)
+    state = SamplingState(
+        temperature=number,
+        top_p=number,
+        min_p=number,
+        top_k=integer,
+        seed=empty(LANES, 2),
+        num_tokens=integer,
+    )
+    adjustments = Adjustments(
+        num_tokens=integer,
+        min_position=integer,
+        end_ids=empty(LANES, MAX_STOP_TOKEN_IDS),
+        bias_ids=empty(LANES, MAX_LOGIT_BIAS),
+        bias=empty(LANES, MAX_LOGIT_BIAS, dtype=torch.float32),
+        repetition=number,
+        presence=number,
+        frequency=number,
+        prompt_seen=empty(LANES, work.model.vocab, dtype=torch.bool),
+        output_counts=empty(LANES, work.model.vocab, dtype=torch.int32),
+        drafts=empty(LANES, MAX_DRAFTS),
+    )
+    penalized = empty(LANES, dtype=torch.bool)
+    for per_entry in ROWS_PER_ENTRY:
+        lanes = empty(max(1, work.rows // per_entry))
+        tokens = empty(len(lanes) * per_entry)
+        logits = work.floats(len(tokens), work.model.vocab)
+        yield functools.partial(draw_triton, logits, lanes, state, allowed)
+        # What has been adjusted is float32.
+        yield functools.partial(draw_triton, logits.float(), lanes, state, allowed)
+        yield functools.partial(draw_triton, logits, lanes, state)
+        yield functools.partial(adjust_logits_triton, logits, lanes, adjustments)
+        yield functools.partial(accept_drafts_triton, tokens, lanes, adjustments.drafts, integer, integer)
+        yield functools.partial(count_tokens_triton, tokens, lanes, lanes, adjustments.output_counts, penalized)
+    lanes = empty(work.rows)
+    for vocab, id_offsets in ((work.model.vocab, None), (DRAFT_VOCAB, empty(DRAFT_VOCAB))):
+        logits = work.floats(work.rows, vocab)
+        for ahead in (0, 1, 2):
+            options = {"ahead": ahead, "id_offsets": id_offsets, "filtered": False}
+            yield functools.partial(draw_triton, logits, lanes, state, **options)
+
+
+def production_calls() -> Iterator[tuple[str, Call]]:
+    """(what it is, a call); the first of each kernel is the one that matters most."""
+    for model in (QWEN3_8B, SMOLLM2_135M):
+        for dtype in (torch.bfloat16, torch.float32):
+            for rows in ROWS:
+                for calls in (elementwise_calls, attention_calls, linear_calls, sampling_calls):
+                    for call in calls(Work(model, dtype, rows)):
+                        yield f"{calls.__name__}, {model.name}, {dtype}, {rows} rows", call
