@@ -32,7 +32,7 @@ AUX_LAYERS = (0, 1, 2)
 
 
 def write_model(folder, scale=1.0, **changes):
-    """scale: of the random weights, the embedding's left out: the larger, the more a text depends on its beginning."""
+    """scale: of the random weights; the vocabulary has larger ones, so that the model is sure of what it says."""
     folder.mkdir(exist_ok=True)
     write_model_folder(folder)
     vocab_size = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
@@ -41,7 +41,7 @@ def write_model(folder, scale=1.0, **changes):
     init_dummy_weights(model, device="cpu", dtype=torch.float32, seed=1)
     for name, tensor in model.checkpoint_tensors().items():
         if tensor.dim() == 2:
-            tensor *= scale * (10.0 if "embed" in name else 1.0)
+            tensor *= scale * (10.0 if "layers" not in name else 1.0)
     tensors = {name: part.contiguous() for name, part in model.checkpoint_tensors().items()}
     save_file(tensors, folder / "model.safetensors")
     return folder

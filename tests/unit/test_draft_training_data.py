@@ -45,7 +45,8 @@ def test_a_text_is_what_was_asked_and_what_the_engine_says_to_it(llm, tmp_path):
 
 def test_a_document_and_its_answer_are_as_long_as_wanted(llm, tmp_path):
     answer(llm, tmp_path / "answers")
-    plain, asked = (text for text in sorted(read_texts(tmp_path / "answers")) if text.kind == "document")
+    texts = {text.prompt: text for text in read_texts(tmp_path / "answers")}
+    plain, asked = texts[2], texts[3]
     assert plain.start == LENGTHS.longest - LENGTHS.document
     assert asked.start <= LENGTHS.longest - LENGTHS.document
 
@@ -92,22 +93,23 @@ def test_questions_written_by_hand_are_no_forms():
 
 @pytest.mark.slow
 def test_a_trained_head_drafts_better_than_a_new_one(tmp_path):
-    write_model(tmp_path / "model", scale=5.0)
+    write_model(tmp_path / "model", scale=5.0, tie_word_embeddings=False)
     chats = [Prompt("chat", "chat", [f"hello {number}?"], held_out=number % 10 == 0) for number in range(80)]
     documents = [Prompt("document", "document", text=f"hello {n} " * 30, held_out=n % 5 == 0) for n in range(10)]
     write_prompts(tmp_path / "prompts.xz", chats + documents)
     options = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.xz"), "--device", "cpu"]
     options += ["--dtype", "float32", "--kv-cache-memory", str(2**23), "--texts", "90", "--chat-tokens", "40"]
     options += ["--document-tokens", "40", "--longest", "128", "--draft-vocab", "200", "--batch-tokens", "1024"]
-    options += ["--learning-rate", "3e-3", "--max-num-seqs", "16"]
+    options += ["--learning-rate", "1e-2", "--max-num-seqs", "16"]
 
     def accepted(folder, steps):
         main(["run", "--out", str(folder), "--steps", str(steps), *options])
         rows = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
-        return {row["group"]: row["tokens_per_step"] for row in rows if row["temperature"] == 0.0}
+        return {row["temperature"]: row["tokens_per_step"] for row in rows if row["group"] == "chat"}
 
-    new, trained = accepted(tmp_path / "new", 0), accepted(tmp_path / "trained", 200)
+    new, trained = accepted(tmp_path / "new", 0), accepted(tmp_path / "trained", 100)
     lines = [json.loads(line) for line in (tmp_path / "trained" / "training.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
-    assert trained["chat"] > new["chat"] + 0.3
+    assert trained[0.0] > new[0.0] + 0.3
+    assert trained[0.7] > new[0.7] + 0.2

@@ -128,7 +128,10 @@ def generate(
         running[str(conversation.number)] = conversation
         llm.engine.submit(Submit(str(conversation.number), conversation.ids, params))
 
-    with path.open("ab") as file, tqdm(total=len(prompts), initial=num_done, unit="text", disable=not progress) as bar:
+    with (
+        path.open("ab") as file,
+        tqdm(total=len(prompts), initial=num_done, unit="text", mininterval=1.0, disable=not progress) as bar,
+    ):
 
         def keep(conversation: _Conversation) -> None:
             if len(conversation.answer) >= MIN_ANSWER or len(conversation.ids) > conversation.start:
@@ -160,10 +163,12 @@ def generate(
 
 
 def sampling(number: int, num_tokens: int, temperature: float | None = None) -> SamplingParams:
-    """temperature: None: one of TEMPERATURES."""
+    """temperature: None: one of TEMPERATURES, and without what is least likely, since the target goes astray there."""
     if temperature is None:
-        temperature = TEMPERATURES[number % len(TEMPERATURES)]
-    return SamplingParams(max_tokens=max(1, num_tokens), temperature=temperature, top_p=TOP_P, seed=number)
+        temperature, top_p = TEMPERATURES[number % len(TEMPERATURES)], TOP_P
+    else:
+        top_p = 1.0
+    return SamplingParams(max_tokens=max(1, num_tokens), temperature=temperature, top_p=top_p, seed=number)
 
 
 def _take(numbers: Iterator[int], count: int) -> list[int]:

@@ -90,7 +90,7 @@ def _generate(args: argparse.Namespace) -> None:
         if time.monotonic() - written > 10.0:
             written = time.monotonic()
             used.write_text(json.dumps({"seconds": seconds}))
-        return num_texts >= args.texts if args.texts else seconds >= _seconds(args, "generate")
+        return num_texts >= args.texts if args.texts is not None else seconds >= _seconds(args, "generate")
 
     num_texts = generate(llm, prompts, args.out / "answers.jsonl", _lengths(args), is_over=is_over)
     used.write_text(json.dumps({"seconds": before + time.monotonic() - begin, "texts": num_texts}))
@@ -133,7 +133,7 @@ def make_trainer(args: argparse.Namespace, config: ModelConfig, texts: list[Text
     )
     head = new_head(shape.config(config), target.model, target_ids.to(device))
     recipe = Recipe(
-        seconds=_seconds(args, "train"),
+        seconds=None if args.steps is not None else _seconds(args, "train"),
         steps=args.steps,
         batch_tokens=args.batch_tokens,
         unroll=args.unroll,
@@ -147,7 +147,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     """Tokens a step, by the engine with the head."""
     folder = args.head or args.out / "head"
     llm = LLM(args.model and str(args.folder), draft_path=str(folder), num_draft_tokens=NUM_DRAFTS, **_engine(args))
-    contexts = [context for context in CONTEXTS if context <= args.longest]
+    contexts = [context for context in CONTEXTS if context <= args.longest] or [args.longest]
     rows: list[Row] = []
     for row in evaluate(
         llm,

@@ -50,7 +50,7 @@ class Recipe:
     def progress(self, step: int, seconds: float) -> float:
         """From 0 to 1."""
         if self.steps is not None:
-            return min(1.0, step / self.steps)
+            return min(1.0, step / self.steps) if self.steps else 1.0
         assert self.seconds is not None
         return min(1.0, seconds / self.seconds)
 
@@ -114,7 +114,9 @@ class Trainer:
         begin, saved = time.monotonic() - self.seconds, time.monotonic()
         is_timed = recipe.steps is None
         total = recipe.seconds if is_timed else recipe.steps
-        with tqdm(total=round(total or 0), unit="s" if is_timed else "step", disable=not progress) as bar:
+        with tqdm(
+            total=round(total or 0), unit="s" if is_timed else "step", mininterval=1.0, disable=not progress
+        ) as bar:
             losses: list[torch.Tensor] = []
             for chosen in itertools.islice(endless, self.step, None):
                 if recipe.progress(self.step, self.seconds) >= 1.0:
@@ -132,7 +134,9 @@ class Trainer:
                     saved = time.monotonic()
         self.save()
         if held_out:
-            self._log({"agreement": self.agreement(held_out)})
+            agreement = self.agreement(held_out)
+            self._log({"agreement": agreement})
+            tqdm.write(f"step {self.step}: the first drafts agree with the target {agreement}")
 
     def train(self, batch: Batch) -> torch.Tensor:
         """One step. Returns the loss, before it."""
