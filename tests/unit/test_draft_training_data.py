@@ -59,6 +59,12 @@ def test_a_second_turn_is_asked_behind_the_first_answer(llm, tmp_path):
     assert whole.index("hello again?") < len(llm.tokenizer.decode(text.ids[: text.start])) < whole.index("and then?")
 
 
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_left_out(llm, tmp_path):
+    prompts = [Prompt("chat", "chat", ["hello " * 1000]), Prompt("chat", "chat", ["hello?"])]
+    answer(llm, tmp_path / "answers", prompts)
+    assert [text.prompt for text in read_texts(tmp_path / "answers")] == [1]
+
+
 def test_what_was_interrupted_goes_on_behind_the_last_whole_line(llm, tmp_path):
     path = tmp_path / "answers"
     answer(llm, path, enough=6)
@@ -99,7 +105,7 @@ def test_a_trained_head_drafts_better_than_a_new_one(tmp_path):
     write_prompts(tmp_path / "prompts.xz", chats + documents)
     options = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.xz"), "--device", "cpu"]
     options += ["--dtype", "float32", "--kv-cache-memory", str(2**23), "--texts", "90", "--chat-tokens", "40"]
-    options += ["--document-tokens", "40", "--longest", "128", "--draft-vocab", "200", "--batch-tokens", "1024"]
+    options += ["--document-tokens", "40", "--longest", "120", "--draft-vocab", "200", "--batch-tokens", "1024"]
     options += ["--learning-rate", "1e-2", "--max-num-seqs", "16"]
 
     def accepted(folder, steps):

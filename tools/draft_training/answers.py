@@ -22,7 +22,7 @@ TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
 """By turns: drafts are wanted for greedy text and for sampled text."""
 
 TOP_P = 0.95
-MARGIN = 64
+MARGIN = 128
 """Tokens that a chat template and a question add to a document."""
 
 MIN_ANSWER = 8
@@ -140,7 +140,9 @@ def generate(
 
         while not is_over(num_done):
             for number in _take(numbers, at_once - len(running)):
-                submit(_Conversation(llm, number, prompts[number], lengths))
+                conversation = _Conversation(llm, number, prompts[number], lengths)
+                if len(conversation.ids) + MIN_ANSWER <= room:
+                    submit(conversation)
             if not running:
                 break
             for delta in llm.engine.step().deltas:

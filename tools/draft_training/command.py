@@ -33,7 +33,7 @@ from minserve.weights.hub import resolve_model
 
 from .answers import Lengths, Text, generate, read_texts
 from .evaluation import Row, evaluate, table, write_rows
-from .examples import choose_vocabulary
+from .examples import choose_vocabulary, padded
 from .head import HeadShape, new_head, save_head, standard_aux_layers
 from .prompts import read_prompts, write_prompts
 from .sources import fetch, make_prompts
@@ -45,7 +45,8 @@ SHARES = {"generate": 0.3, "train": 0.58}
 
 CONTEXTS = (1024, 2048, 4096, 8192)
 NUM_DRAFTS = 3
-AGREEMENT_TEXTS = 32
+EVALUATED_AT_ONCE = 64
+AGREEMENT_TEXTS = {"chat": 24, "document": 8}
 CUDA_KV_SHARE = 0.4
 """Of the GPU's memory: training comes after the engine, in the same process."""
 
@@ -78,11 +79,13 @@ def prepare(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     """Until its share of the minutes is over, those of earlier calls counted in, or there are --texts."""
-    llm = LLM(args.model and str(args.folder), **_engine(args))
-    prompts = read_prompts(args.prompts)
     used = args.out / "generation.json"
     before = json.loads(used.read_text())["seconds"] if used.exists() else 0.0
+    if args.texts is None and before >= _seconds(args, "generate"):
+        return
     begin = written = time.monotonic()
+    prompts = read_prompts(args.prompts)
+    llm = LLM(str(args.folder), **_engine(args))
 
     def is_over(num_texts: int) -> bool:
         nonlocal written
@@ -101,8 +104,7 @@ def _train(args: argparse.Namespace) -> None:
     texts = read_texts(args.out / "answers.jsonl")
     own = [text for text in texts if not text.held_out]
     config = ModelConfig.from_folder(args.folder)
-    longest = max(len(text.ids) for text in texts)
-    trainer = make_trainer(args, config, own, longest + args.unroll)
+    trainer = make_trainer(args, config, own, padded(max(len(text.ids) for text in texts)) + args.unroll)
     if trainer.load():
         print(f"from step {trainer.step}, after {trainer.seconds:.0f} s")
     print(f"{len(own)} texts, {sum(len(text.ids) for text in own)} tokens; {trainer.head.describe()}", flush=True)
@@ -146,7 +148,9 @@ def make_trainer(args: argparse.Namespace, config: ModelConfig, texts: list[Text
 def _evaluate(args: argparse.Namespace) -> None:
     """Tokens a step, by the engine with the head."""
     folder = args.head or args.out / "head"
-    llm = LLM(args.model and str(args.folder), draft_path=str(folder), num_draft_tokens=NUM_DRAFTS, **_engine(args))
+    engine = {"draft_path": str(folder), "num_draft_tokens": NUM_DRAFTS, **_engine(args)}
+    engine["max_num_seqs"] = args.max_num_seqs or EVALUATED_AT_ONCE
+    llm = LLM(str(args.folder), **engine)
     contexts = [context for context in CONTEXTS if context <= args.longest] or [args.longest]
     rows: list[Row] = []
     for row in evaluate(
@@ -164,9 +168,9 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _for_agreement(texts: list[Text]) -> list[Text]:
-    """Held-out texts, chats first."""
-    held_out = sorted((text for text in texts if text.held_out), key=lambda text: (text.kind, text.prompt))
-    return held_out[:AGREEMENT_TEXTS]
+    """Some held-out texts of each kind."""
+    held_out = sorted((text for text in texts if text.held_out), key=lambda text: text.prompt)
+    return [text for kind, count in AGREEMENT_TEXTS.items() for text in [t for t in held_out if t.kind == kind][:count]]
 
 
 def _engine(args: argparse.Namespace) -> dict[str, Any]:

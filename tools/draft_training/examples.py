@@ -16,6 +16,11 @@ MULTIPLE = 64
 """Texts of a batch are padded to such a length."""
 
 
+def padded(num_tokens: int) -> int:
+    """As many tokens as a text takes in a batch."""
+    return -(-num_tokens // MULTIPLE) * MULTIPLE
+
+
 @dataclass(frozen=True)
 class Batch:
     """token_ids: [texts, tokens] int64; lengths: [texts]; weights: [texts, tokens] float32 of the chain that starts at
@@ -41,8 +46,7 @@ class Batch:
 
 def collate(texts: Sequence[Text], prompt_weight: float) -> Batch:
     """prompt_weight: of rows before the first answer."""
-    longest = max(len(text.ids) for text in texts)
-    width = -(-longest // MULTIPLE) * MULTIPLE
+    width = padded(max(len(text.ids) for text in texts))
     token_ids = torch.zeros(len(texts), width, dtype=torch.int64)
     weights = torch.zeros(len(texts), width)
     for row, text in enumerate(texts):
@@ -72,10 +76,10 @@ def _endless(texts: list[Text], batch_tokens: int, rng: random.Random) -> Iterat
         found: list[list[Text]] = [[]]
         longest = 0
         for text in ordered:
-            longest = max(longest, -(-len(text.ids) // MULTIPLE) * MULTIPLE)
+            longest = max(longest, padded(len(text.ids)))
             if found[-1] and longest * (len(found[-1]) + 1) > batch_tokens:
                 found.append([])
-                longest = -(-len(text.ids) // MULTIPLE) * MULTIPLE
+                longest = padded(len(text.ids))
             found[-1].append(text)
         rng.shuffle(found)
         yield from found

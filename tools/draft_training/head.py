@@ -206,10 +206,12 @@ def save_head(head: Eagle3Head, folder: Path, max_positions: int, dtype: torch.d
     tensors = {name.replace("layers.0.", "midlayer."): part.contiguous() for name, part in parts.items()}
     tensors |= {"d2t": target_ids.cpu() - torch.arange(len(target_ids)), "t2d": marks}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # The library makes it for its owner alone.
     fields = config_fields(config, max_positions, str(dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    return (folder / "model.safetensors").stat().st_size
+    return path.stat().st_size
 
 
 def config_fields(config: Eagle3Config, max_positions: int, dtype: str) -> dict[str, Any]:

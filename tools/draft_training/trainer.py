@@ -29,6 +29,10 @@ WARM_UP = 0.03
 FLOOR = 0.01
 SAVE_EVERY_S = 30.0
 LOG_EVERY = 50
+MEASURE_EVERY = 0.2
+"""Of the whole training."""
+
+BAR = "{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.95), 0.01, 1.0
 
 
@@ -89,7 +93,8 @@ class Trainer:
         """Go on from the checkpoint, if there is one."""
         if not self._checkpoint.exists():
             return False
-        stored = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
+        # To the host: what is a parameter's goes to its device anyhow, and AdamW's counters had better stay here.
+        stored = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
         self.head.load_state_dict(stored["head"])
         self._optimizer.load_state_dict(stored["optimizer"])
         self.step, self.seconds = stored["step"], stored["seconds"]
@@ -108,35 +113,45 @@ class Trainer:
         os.replace(unfinished, self._checkpoint)
 
     def run(self, texts: Sequence[Text], held_out: Sequence[Text] = (), progress: bool = True) -> None:
-        """Train until the recipe's time is over, then save and measure."""
+        """Train until the recipe's time is over; save and measure now and then, and at the end."""
         recipe = self._recipe
         endless = batches(texts, recipe.batch_tokens, recipe.document_share, recipe.seed)
         begin, saved = time.monotonic() - self.seconds, time.monotonic()
-        is_timed = recipe.steps is None
-        total = recipe.seconds if is_timed else recipe.steps
-        with tqdm(
-            total=round(total or 0), unit="s" if is_timed else "step", mininterval=1.0, disable=not progress
-        ) as bar:
-            losses: list[torch.Tensor] = []
+        measured = recipe.progress(self.step, self.seconds)
+        losses: list[torch.Tensor] = []
+        with tqdm(total=1.0, bar_format=BAR, mininterval=1.0, disable=not progress) as bar:
             for chosen in itertools.islice(endless, self.step, None):
-                if recipe.progress(self.step, self.seconds) >= 1.0:
+                part = recipe.progress(self.step, self.seconds)
+                bar.update(part - bar.n)
+                if part >= 1.0:
                     break
+                if part - measured >= MEASURE_EVERY:
+                    self.measure(held_out)
+                    measured = part
                 losses.append(self.train(collate(chosen, recipe.prompt_weight)))
                 self.step += 1
                 if self.step % LOG_EVERY == 0:
-                    self._log({"loss": float(torch.stack(losses).mean())})
-                    bar.set_postfix(step=self.step, loss=f"{float(torch.stack(losses).mean()):.3f}")
+                    loss = float(torch.stack(losses).mean())
+                    self._log({"loss": loss})
+                    bar.set_postfix(step=self.step, loss=f"{loss:.3f}")
                     losses.clear()
                 self.seconds = time.monotonic() - begin
-                bar.update(round(self.seconds if is_timed else self.step) - bar.n)
                 if time.monotonic() - saved > SAVE_EVERY_S:
                     self.save()
                     saved = time.monotonic()
         self.save()
-        if held_out:
-            agreement = self.agreement(held_out)
-            self._log({"agreement": agreement})
-            tqdm.write(f"step {self.step}: the first drafts agree with the target {agreement}")
+        self.measure(held_out)
+
+    def measure(self, held_out: Sequence[Text]) -> None:
+        """Log how often drafts agree with the target, for each kind of text."""
+        agreement = {}
+        for kind in sorted({text.kind for text in held_out}):
+            own = [text for text in held_out if text.kind == kind]
+            agreement[kind] = self.agreement(own)
+            tqdm.write(
+                f"step {self.step}: in {len(own)} {kind}s held out, the first drafts are right {agreement[kind]}"
+            )
+        self._log({"agreement": agreement})
 
     def train(self, batch: Batch) -> torch.Tensor:
         """One step. Returns the loss, before it."""
@@ -151,20 +166,27 @@ class Trainer:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """The mean over rows of each draft's loss, over drafts as they weigh."""
-        token_ids = batch.token_ids.to(self._device)
+        # All that is on the host goes over first: a copy in between would wait for the device.
+        token_ids = self._to_device(batch.token_ids)
+        chosen = []
+        for step in range(self._recipe.unroll):
+            rows, weights = batch.rows(step)
+            weights = weights * (self._recipe.weight(step) / max(float(weights.sum()), 1e-6))
+            chosen.append((self._to_device(rows), self._to_device(weights)))
         states = self._target.states(token_ids)
         probabilities = target_probabilities(states.hidden, self._rows)
         total = torch.zeros((), device=self._device)
         for step, drafted in enumerate(self._unroll(token_ids, states.aux, self._recipe.unroll)):
-            rows, weights = batch.rows(step)
-            if not len(rows):
-                break
-            weights = weights * (self._recipe.weight(step) / float(weights.sum()))
-            rows, weights = rows.to(self._device), weights.to(self._device)
+            rows, weights = chosen[step]
             total = total + soft_cross_entropy(
                 drafted.hidden[rows], drafted.lm_head, probabilities, rows + 1 + step, weights
             )
         return total
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     @torch.no_grad()
     def agreement(self, texts: Sequence[Text], num_drafts: int = 3) -> list[float]:
