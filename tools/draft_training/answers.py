@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from minserve import LLM
+from minserve.llm import LLM
 from minserve.protocol import SamplingParams, Submit
 
 from .prompts import Prompt

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from minserve import LLM
 from minserve.config import EngineConfig
 from minserve.engine.sizing import choose_device, choose_dtype
+from minserve.llm import LLM
 from minserve.models.config import ModelConfig
 from minserve.weights.default_model import ensure_default_model
 from minserve.weights.hub import resolve_model

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from minserve import LLM
+from minserve.llm import LLM
 from minserve.protocol import Submit
 
 from .answers import Lengths, prompt_ids, sampling

@@ -160,8 +160,9 @@ def _quotes(folder: Path) -> list[str]:
 
 def _programs() -> list[str]:
     """One line for each package that is a program, as the list of packages has it."""
-    listed = subprocess.run(["apt-cache", "search", "."], capture_output=True, text=True, check=True).stdout
-    lines = (line.replace(" - ", ": ", 1) for line in listed.splitlines())
+    listed = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^Package: (\S+)$(?:\n.+)*?\nDescription(?:-en)?: (.+)$", listed, re.MULTILINE)
+    lines = (f"{name}: {description}" for name, description in found)
     return [line for line in lines if len(line) > 40 and not line.startswith(("lib", "python3-", "golang-", "node-"))]
 
 
