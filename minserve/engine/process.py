@@ -143,6 +143,7 @@ def main() -> None:
         gc.freeze()
         channel.send(engine.info)
         EngineLoop(engine, channel).run()
+        gc.unfreeze()  # or the bindings of libraries report what is left at the end as leaks
     except EOFError:
         sys.exit(0)
     except ConfigError as error:

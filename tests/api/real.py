@@ -39,8 +39,10 @@ class RealServer:
 
     @property
     def faults(self) -> list[str]:
-        """Lines that tell of a fault of ours: tracebacks, and answers with a status of 5xx (see the access log)."""
-        return [line for line in self.lines if "Traceback" in line or re.search(r"/\S* 5\d\d \d+ ms id=", line)]
+        """Lines that tell of a fault of ours: tracebacks, answers with a status of 5xx (see the access log), leaks that
+        libraries report at the end."""
+        signs = re.compile(r"Traceback|leaked|/\S* 5\d\d \d+ ms id=")
+        return [line for line in self.lines if signs.search(line)]
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)

@@ -176,6 +176,7 @@ async def test_sigterm_lets_running_streams_finish_refuses_new_ones_and_exits_wi
         events = await read_events(response)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert await asyncio.to_thread(server.wait) == 0
+    assert not [line for line in server.lines if "leaked" in line]
 
 
 async def test_what_outlives_the_shutdown_timeout_gets_an_error_event(start_real, http):
