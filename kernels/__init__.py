@@ -1,4 +1,4 @@
-"""One operation a file: the formula, its torch reference, later its Triton kernel and the wrapper that checks shapes.
+"""One operation a file: the formula, its torch reference, its Triton kernel and the wrapper that checks shapes.
 
 Reached as `minserve.kernels` (a committed symlink); importing this folder under another name would make a second copy.
 """

@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from minserve.api.generation import Choice, run
+from minserve.api.generation import Choice, drafts_of, run
 from minserve.api.logprobs import chat_logprobs, prompt_logprobs
 from minserve.api.responses import (
     ChatChoice,
@@ -22,7 +22,6 @@ from minserve.api.responses import (
     ChatMessage,
     ChatResponse,
     CompletionTokensDetails,
-    DraftTokensDetails,
     FunctionCall,
     FunctionCallDelta,
     PromptLogprobs,
@@ -121,10 +120,7 @@ class ChatAnswer:
         prompt = self._choices[0].submit.prompt_token_ids
         num_tokens = sum(choice.output.num_tokens for choice in self._choices)
         first = self._choices[0].output
-        drafts = DraftTokensDetails(
-            sum(choice.output.draft_tokens for choice in self._choices),
-            sum(choice.output.accepted_tokens for choice in self._choices),
-        )
+        drafts = drafts_of(self._choices)
         counts = usage(len(prompt), num_tokens, first.cached_tokens, first.cached_host_tokens, drafts)
         if self._service.reasoning is not None:
             num_reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers)

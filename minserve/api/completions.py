@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from minserve.api.auth import CALLER, Caller
 from minserve.api.body import read_json
-from minserve.api.generation import Choice, run
+from minserve.api.generation import Choice, drafts_of, run
 from minserve.api.http import json_response
 from minserve.api.logprobs import completion_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_text, make_choices
@@ -24,7 +24,6 @@ from minserve.api.responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
-    DraftTokensDetails,
     Usage,
     usage,
 )
@@ -238,10 +237,7 @@ class CompletionAnswer:
             sum(choice.output.num_tokens for choice in self._choices),
             sum(choice.output.cached_tokens for choice in per_prompt),
             sum(choice.output.cached_host_tokens for choice in per_prompt),
-            DraftTokensDetails(
-                sum(choice.output.draft_tokens for choice in self._choices),
-                sum(choice.output.accepted_tokens for choice in self._choices),
-            ),
+            drafts_of(self._choices),
         )
 
 

@@ -44,6 +44,12 @@ class Choice:
             self._timer.finish(reason)
 
 
+def drafts_of(choices: Sequence[Choice]) -> tuple[int, int]:
+    """(draft tokens that were verified, those that were right) for all choices together."""
+    outputs = [choice.output for choice in choices]
+    return sum(output.draft_tokens for output in outputs), sum(output.accepted_tokens for output in outputs)
+
+
 async def run(engine: Engine, choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
     """The pieces of all choices as they come. The first failure ends all of them."""
     if len(choices) == 1:

@@ -235,9 +235,12 @@ def usage(
     num_completion_tokens: int,
     num_cached_tokens: int,
     num_cached_on_host: int,
-    drafts: DraftTokensDetails,
+    drafts: tuple[int, int],
 ) -> Usage:
-    """The token counts of one request, all its choices together. num_cached_on_host: a part of num_cached_tokens."""
+    """The token counts of one request, all its choices together. num_cached_on_host: a part of num_cached_tokens.
+
+    drafts: those that were verified, and those that were right.
+    """
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_completion_tokens,
@@ -245,5 +248,5 @@ def usage(
         prompt_tokens_details=PromptTokensDetails(
             num_cached_tokens, CachedTokensDetails(num_cached_tokens - num_cached_on_host, num_cached_on_host)
         ),
-        draft_tokens_details=drafts if drafts.draft_tokens else UNSET,
+        draft_tokens_details=DraftTokensDetails(*drafts) if drafts[0] else UNSET,
     )

@@ -26,9 +26,9 @@ class KVContext:
 
 
 class DecodeAttention:
-    """One row a lane.
+    """The same number of rows of each lane, one lane's after the other's.
 
-    lanes: [rows] int64, -1 for a row that pads; positions, places (see norm_rope_store), lengths: [rows] int64.
+    lanes: [lanes] int64, -1: padding; positions, places (see norm_rope_store), lengths: [rows] int64.
     """
 
     def __init__(

@@ -86,9 +86,7 @@ class Decode:
             BLOCK_SIZE,
         )
         attend = DecodeAttention(context, lane_ids, positions, places, lengths)
-        layers = self._drafter.aux_layers
-        hidden = self._model(token_ids, attend, AuxStates(layers, aux) if layers else None)
-        return self._model.logits(hidden)
+        return self._model.logits(self._model(token_ids, attend, AuxStates(self._drafter.aux_layers, aux)))
 
     def sample(
         self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool

@@ -75,7 +75,7 @@ class Runner:
         attend = PrefillAttention(self._context, chunks, self._shapes)
         token_ids = to_device([id for chunk in chunks for id in chunk.token_ids], torch.int64, device)
         aux = new_aux(self._drafter, self._model, len(token_ids), self._context.kv)
-        states = self._model(token_ids, attend, AuxStates(self._drafter.aux_layers, aux) if aux.numel() else None)
+        states = self._model(token_ids, attend, AuxStates(self._drafter.aux_layers, aux))
         hidden = torch.split(states, [len(chunk.token_ids) for chunk in chunks])
         for chunk, rows in zip(chunks, hidden, strict=True):
             step.prompt_logprobs.append(self._prompt_logprobs(chunk, rows))
