@@ -229,6 +229,11 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def choose_min_keys(num_pairs: int, num_sms: int) -> int:
+    """How many keys are worth a split: the more programs there are without one, the more. See `choose_splits`."""
+    return 128 if num_pairs < num_sms else 512 if num_pairs < 2 * num_sms else 1024
+
+
 def choose_splits(num_pairs: int, max_keys: int, min_keys: int, num_sms: int) -> int:
     """How many splits each of num_pairs (entry, KV head) pairs may have.
 
@@ -246,11 +251,11 @@ def decode_attention_triton(
     *,
     splits: int | None = None,
     tile: int | None = None,
-    min_keys: int = 128,
+    min_keys: int | None = None,
     num_warps: int = 4,
-    num_stages: int | None = None,
+    num_stages: int = 2,
 ) -> torch.Tensor:
-    """`decode_attention` by Triton.
+    """`decode_attention` by Triton. Two stages leave room for more programs on an SM, which hides more than a third.
 
     splits: the most programs that share an entry's keys, up to MAX_SPLITS; tile: keys a program looks at at a time, a
     power of two; min_keys: fewer are not worth a split, a multiple of tile; num_warps, num_stages: of each program.
@@ -266,8 +271,8 @@ def decode_attention_triton(
     # A stage holds a tile of K and one of V, 32 KB of shared memory at head_dim 128; float32 is for tests.
     if tile is None:
         tile = 64 if q.itemsize == 2 else 32
-    if num_stages is None:
-        num_stages = 3 if q.itemsize == 2 else 2
+    if min_keys is None:
+        min_keys = choose_min_keys(entries * kv_heads, _num_sms(q.device))
     if splits is None:
         splits = choose_splits(entries * kv_heads, max_blocks * block_size, min_keys, _num_sms(q.device))
     assert min_keys % tile == 0

@@ -35,7 +35,9 @@ MAX_SIZE = 2**16
 def quantize_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Torch reference of `quantize_rows`."""
     absmax = x.abs().amax(dim=1).float().clamp(min=SMALLEST_ABSMAX)
-    return (x * (FP8_MAX / absmax)[:, None]).to(FP8), absmax * (1 / FP8_MAX)
+    # A tensor, since torch divides a number by a tensor in two roundings: it multiplies it with the reciprocal.
+    factor = torch.full_like(absmax, FP8_MAX) / absmax
+    return (x * factor[:, None]).to(FP8), absmax * (1 / FP8_MAX)
 
 
 @triton.jit

@@ -52,11 +52,13 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, attend: Attend
+        self, x: torch.Tensor, residual: torch.Tensor | None, attend: Attend, wanted: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: [tokens, hidden], what the layer before adds to the residual. Returns the same two of this layer."""
+        """x: [tokens, hidden], what the layer before adds to the residual. Returns the same two of this layer, of the
+        wanted rows; None: of all."""
         x, residual = self.input_layernorm.add(x, residual)
-        x, residual = self.post_attention_layernorm.add(self.self_attn(x, attend), residual)
+        x = self.self_attn(x, attend, wanted)
+        x, residual = self.post_attention_layernorm.add(x, residual if wanted is None else residual[wanted])
         return self.mlp(x), residual
 
 
@@ -88,23 +90,38 @@ class CausalLM(nn.Module):
         device = self.embed_tokens.weight.device
         self.rope_table = make_rope_table(self.config.rope, self.config.head_dim, num_positions, device)
 
-    def forward(self, token_ids: torch.Tensor, attend: Attend, aux: AuxStates | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        attend: Attend,
+        aux: AuxStates | None = None,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """token_ids: [tokens] int64, of one or many sequences; attend knows where each stands; aux is filled by it.
 
-        Returns [tokens, hidden], normalized.
+        wanted: [rows] int64, at least one: whose states are asked for. None: all. The last layer only stores the others'
+        keys and values. aux may hold what that layer puts out only if all are wanted.
+        Returns [rows, hidden], normalized.
         """
         x, residual = self.embed_tokens(token_ids), None
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if aux is not None:
                 aux.take(index, x, residual)
-            x, residual = layer(x, residual, attend)
+            x, residual = layer(x, residual, attend, wanted if index == last else None)
         if aux is not None:
             aux.take(len(self.layers), x, residual)
         return self.norm.add(x, residual)[0]
 
     if TYPE_CHECKING:
 
-        def __call__(self, token_ids: torch.Tensor, attend: Attend, aux: AuxStates | None = None) -> torch.Tensor: ...
+        def __call__(
+            self,
+            token_ids: torch.Tensor,
+            attend: Attend,
+            aux: AuxStates | None = None,
+            wanted: torch.Tensor | None = None,
+        ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [rows, hidden] from `forward`. Returns [rows, vocab] in the model's dtype."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minserve.kernels.fp8 import FP8, fp8_linear
-from minserve.kernels.linear import linear
+from minserve.kernels.linear import linear, linear_silu_mul
 from minserve.kernels.rms_norm import add_rms_norm, rms_norm
 from minserve.kernels.silu_mul import silu_mul
 
@@ -123,7 +123,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]."""
-        out: torch.Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
+        both = self.gate_up_proj
+        if both.weight_scale is None:
+            x = linear_silu_mul(x, both.weight, both.bias)
+        else:
+            x = silu_mul(both(x))
+        out: torch.Tensor = self.down_proj(x)
         return out
 
 
@@ -148,10 +153,11 @@ class SelfAttention(nn.Module):
             return None
         return self.q_norm.weight, self.k_norm.weight
 
-    def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """x: [tokens, in_features] -> [tokens, hidden]."""
+    def forward(self, x: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [tokens, in_features] -> [rows, hidden]: those of the wanted tokens ([rows] int64), or of all."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        out: torch.Tensor = self.o_proj(attend(self.layer, qkv, self.norms))
+        attended = attend(self.layer, qkv, self.norms)
+        out: torch.Tensor = self.o_proj(attended if wanted is None else attended[wanted])
         return out
 
 

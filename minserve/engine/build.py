@@ -195,7 +195,7 @@ def _runner(
         max_keys = lanes.page_table.shape[1] * BLOCK_SIZE
         plan_shapes(machine.shapes, model, machine.dtype, max_keys, partial(progress, "attention plans"))
     if machine.device.type == "cpu" or config.enforce_eager:
-        return Runner(model, context, sampler, decode, drafter, machine.shapes)
+        return Runner(model, context, sampler, decode, decode, drafter, machine.shapes)
     graphs = DecodeGraphs(
         decode,
         CudaRecorder(),
@@ -208,7 +208,7 @@ def _runner(
     usual = machine.drafts.usual
     kinds = [StepKind(*kind) for kind in product(usual, usual, (False, True))]
     graphs.capture(kinds, partial(progress, "CUDA graphs"))
-    return Runner(model, context, sampler, graphs, drafter, machine.shapes)
+    return Runner(model, context, sampler, decode, graphs, drafter, machine.shapes)
 
 
 def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:

@@ -37,6 +37,13 @@ class StepKind(NamedTuple):
     adjusted: bool = False
 
 
+class DecodeRows(NamedTuple):
+    """What the model is given for the rows of a decode. token_ids: [lanes * rows] int64."""
+
+    token_ids: torch.Tensor
+    attend: DecodeAttention
+
+
 class Decoded(NamedTuple):
     """What a step gave. logits: [lanes * rows, vocab] in the model's dtype; tokens: [lanes, rows] int64, what follows
     each row; counts: [lanes] int64, how many of a lane's are its text."""
@@ -69,11 +76,8 @@ class Decode:
         """Whether `propose` does anything."""
         return bool(self._drafter.aux_layers)
 
-    def forward(self, lane_ids: torch.Tensor, num_drafts: int, aux: torch.Tensor) -> torch.Tensor:
-        """Each lane's newest token, and its drafts. Returns logits [lanes * rows, vocab] in the model's dtype.
-
-        aux: [lanes * rows, aux_size], filled with the states that the drafter reads.
-        """
+    def rows(self, lane_ids: torch.Tensor, num_drafts: int) -> DecodeRows:
+        """Each lane's newest token, and its drafts behind it."""
         lanes, context = self._lanes, self._context
         token_ids, positions, places, lengths = step_inputs(
             lanes.last_token,
@@ -85,7 +89,14 @@ class Decode:
             num_drafts,
             BLOCK_SIZE,
         )
-        attend = DecodeAttention(context, lane_ids, positions, places, lengths)
+        return DecodeRows(token_ids, DecodeAttention(context, lane_ids, positions, places, lengths))
+
+    def forward(self, lane_ids: torch.Tensor, num_drafts: int, aux: torch.Tensor) -> torch.Tensor:
+        """Logits [lanes * rows, vocab] of these rows, in the model's dtype.
+
+        aux: [lanes * rows, aux_size], filled with the states that the drafter reads.
+        """
+        token_ids, attend = self.rows(lane_ids, num_drafts)
         return self._model.logits(self._model(token_ids, attend, AuxStates(self._drafter.aux_layers, aux)))
 
     def sample(
@@ -108,7 +119,10 @@ class Decode:
         """A step of these lanes."""
         lane_ids = to_device(lanes, torch.int64, self._lanes.device)
         aux = self.new_aux(len(lanes) * (1 + kind.num_drafts))
-        logits = self.forward(lane_ids, kind.num_drafts, aux)
+        return self.finish(self.forward(lane_ids, kind.num_drafts, aux), lane_ids, aux, kind)
+
+    def finish(self, logits: torch.Tensor, lane_ids: torch.Tensor, aux: torch.Tensor, kind: StepKind) -> Decoded:
+        """What comes behind `forward`: sample, and propose."""
         tokens, counts = self.sample(logits, lane_ids, adjusted=kind.adjusted)
         self.propose(aux, tokens, counts, lane_ids, kind.num_proposals)
         return Decoded(logits, tokens, counts)

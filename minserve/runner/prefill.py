@@ -29,7 +29,7 @@ from minserve.kernels.prefill_attention import chunk_mask, flash_attention, mask
 from minserve.kernels.rope import gather_rope
 from minserve.memory.blocks import blocks_for
 from minserve.memory.transfer import to_device
-from minserve.runner.attention import KVContext
+from minserve.runner.attention import DecodeAttention, KVContext
 
 KEY_STEP = 1024
 PIECE_KEYS = (8 * KEY_STEP, 2 * KEY_STEP, KEY_STEP)
@@ -73,12 +73,19 @@ class _Part(Protocol):
 
 
 class PrefillAttention:
-    """Chunks of prompts, their tokens one after another.
+    """Chunks of prompts, their tokens one after another, and behind them the rows of a decode, if there is one.
 
     shapes: None computes with masks, in any dtype and on any device; else with flash attention in these shapes.
     """
 
-    def __init__(self, context: KVContext, chunks: Sequence[Chunk], shapes: FlashShapes | None) -> None:
+    def __init__(
+        self,
+        context: KVContext,
+        chunks: Sequence[Chunk],
+        shapes: FlashShapes | None,
+        decode: DecodeAttention | None = None,
+    ) -> None:
+        self._decode = decode
         device = context.kv.device
         self._kv, self._eps = context.kv, context.norm_eps
         lanes = [chunk.lane for chunk in chunks for _ in chunk.token_ids]
@@ -97,10 +104,12 @@ class PrefillAttention:
     def __call__(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """qkv: [tokens, heads + 2 * kv_heads, head_dim]. Returns [tokens, heads * head_dim]."""
         kv = self._kv[layer]
-        q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)
+        q = norm_rope_store(qkv[: self._ends[-1]], norms, self._eps, self._rope, kv, self._places)
         starts = [0, *self._ends[:-1]]
-        outs = [part.attend(kv, q[a:b]) for part, a, b in zip(self._parts, starts, self._ends, strict=True)]
-        return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+        outs = [part.attend(kv, q[a:b]).flatten(1) for part, a, b in zip(self._parts, starts, self._ends, strict=True)]
+        if self._decode is not None:
+            outs.append(self._decode(layer, qkv[self._ends[-1] :], norms))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 class _MaskedChunk:

@@ -15,7 +15,7 @@ from minserve.memory.transfer import to_device, to_host
 from minserve.models.causal_lm import AuxStates, CausalLM
 from minserve.protocol import TokenLogprobs
 from minserve.runner.attention import KVContext
-from minserve.runner.decode import Decoded, StepKind, new_aux
+from minserve.runner.decode import Decode, Decoded, StepKind, new_aux
 from minserve.runner.logprobs import Logprobs
 from minserve.runner.prefill import FlashShapes, PrefillAttention
 from minserve.runner.sampler import Sampler
@@ -35,6 +35,7 @@ class DecodeRunner(Protocol):
 class Runner:
     """The only object that runs the model. Plans are run in the order in which they come.
 
+    steps: the parts of a decode, for steps that also read prompts; decode: whole ones, which may be recorded.
     shapes: those that prefill is cut into, or None (see `PrefillAttention`).
     """
 
@@ -43,6 +44,7 @@ class Runner:
         model: CausalLM,
         context: KVContext,
         sampler: Sampler,
+        steps: Decode,
         decode: DecodeRunner,
         drafter: Drafter | NoDrafter,
         shapes: FlashShapes | None = None,
@@ -50,6 +52,7 @@ class Runner:
         self._model = model
         self._context = context
         self._sampler = sampler
+        self._steps = steps
         self._decode = decode
         self._drafter = drafter
         self._shapes = shapes
@@ -60,36 +63,63 @@ class Runner:
         step = RunningStep(plan.step)
         if plan.setups:
             self._drafter.forget([setup.lane for setup in plan.setups])
-        num_prefilled = len(plan.samples) - len(plan.decodes)
         if plan.chunks:
-            self._prefill(plan, plan.samples[:num_prefilled], step)
-        if plan.decodes:
-            samples = plan.samples[num_prefilled:]
-            kind = StepKind(plan.num_drafts, plan.num_proposals, any(sample.adjusted for sample in samples))
-            self._report(self._decode.run(plan.decodes, kind), samples, step)
+            self._read_prompts(plan, step)
+        elif plan.decodes:
+            self._report(self._decode.run(plan.decodes, _kind(plan)), plan.samples, step)
         step.launched(self._context.kv.device)
         return step
 
-    def _prefill(self, plan: StepPlan, samples: Sequence[Sample], step: "RunningStep") -> None:
+    def _read_prompts(self, plan: StepPlan, step: "RunningStep") -> None:
+        """Chunks, and decodes in the same pass: the model's weights are read once for both."""
         chunks, device = plan.chunks, self._context.kv.device
-        attend = PrefillAttention(self._context, chunks, self._shapes)
         token_ids = to_device([id for chunk in chunks for id in chunk.token_ids], torch.int64, device)
+        num_read, num_sampling = len(token_ids), len(plan.samples) - len(plan.decodes)
+        lane_ids = to_device([sample.lane for sample in plan.samples], torch.int64, device)
+        own, decoding = lane_ids[:num_sampling], lane_ids[num_sampling:]
+        attend_decodes = None
+        if plan.decodes:
+            decode_ids, attend_decodes = self._steps.rows(decoding, plan.num_drafts)
+            token_ids = torch.cat([token_ids, decode_ids])
+        attend = PrefillAttention(self._context, chunks, self._shapes, attend_decodes)
         aux = new_aux(self._drafter, self._model, len(token_ids), self._context.kv)
-        states = self._model(token_ids, attend, AuxStates(self._drafter.aux_layers, aux))
-        hidden = torch.split(states, [len(chunk.token_ids) for chunk in chunks])
-        for chunk, rows in zip(chunks, hidden, strict=True):
-            step.prompt_logprobs.append(self._prompt_logprobs(chunk, rows))
-        if not samples:
-            self._drafter.read(chunks, aux, token_ids[:0])
-            return
-        lane_ids = to_device([sample.lane for sample in samples], torch.int64, device)
-        ends = to_device(_last_rows(chunks), torch.int64, device)
-        logits = self._model.logits(states[ends])
-        adjusted = any(sample.adjusted for sample in samples)
-        tokens, counts = self._sampler.sample(logits, lane_ids, adjusted=adjusted)
-        self._report(Decoded(logits, tokens, counts), samples, step)
-        self._drafter.read(chunks, aux, tokens[:, 0])
-        self._drafter.propose(aux[ends], tokens, counts, lane_ids, plan.num_proposals)
+        ends = to_device([*_last_rows(chunks), *range(num_read, len(token_ids))], torch.int64, device)
+        logits = self._model.logits(self._states(chunks, token_ids, attend, aux, ends, step))
+        if not num_sampling:
+            self._drafter.read(chunks, aux[:num_read], token_ids[:0])
+        else:
+            adjusted = any(sample.adjusted for sample in plan.samples[:num_sampling])
+            tokens, counts = self._sampler.sample(logits[:num_sampling], own, adjusted=adjusted)
+            self._report(Decoded(logits, tokens, counts), plan.samples[:num_sampling], step)
+            self._drafter.read(chunks, aux[:num_read], tokens[:, 0])
+            self._drafter.propose(aux[ends[:num_sampling]], tokens, counts, own, plan.num_proposals)
+        if plan.decodes:
+            decoded = self._steps.finish(logits[num_sampling:], decoding, aux[num_read:], _kind(plan))
+            self._report(decoded, plan.samples[num_sampling:], step)
+
+    def _states(
+        self,
+        chunks: Sequence[Chunk],
+        token_ids: torch.Tensor,
+        attend: PrefillAttention,
+        aux: torch.Tensor,
+        ends: torch.Tensor,
+        step: "RunningStep",
+    ) -> torch.Tensor:
+        """The model's states of rows `ends`, which may be none. Of other rows they are wanted only if prompts'
+        log probabilities are, or the drafter reads what the last layer puts out."""
+        layers = self._drafter.aux_layers
+        are_all_wanted = any(chunk.prompt_targets for chunk in chunks) or self._model.config.num_layers in layers
+        wanted = None if are_all_wanted else ends if len(ends) else ends.new_zeros(1)
+        states = self._model(token_ids, attend, AuxStates(layers, aux), wanted)
+        if wanted is not None:
+            step.prompt_logprobs += [[] for _ in chunks]
+            return states[: len(ends)]
+        begin = 0
+        for chunk in chunks:
+            step.prompt_logprobs.append(self._prompt_logprobs(chunk, states[begin : begin + len(chunk.token_ids)]))
+            begin += len(chunk.token_ids)
+        return states[ends]
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[Logprobs]:
         """What the chunk says of the prompt tokens after its rows."""
@@ -114,6 +144,11 @@ class Runner:
             logits = self._sampler.masked(decoded.logits[at])
             logprobs.append(Logprobs.of(logits, decoded.tokens.flatten()[at], num_top))
         step.parts.append(Part(to_host(decoded.tokens), to_host(decoded.counts), lanes, logprobs))
+
+
+def _kind(plan: StepPlan) -> StepKind:
+    samples = plan.samples[len(plan.samples) - len(plan.decodes) :]
+    return StepKind(plan.num_drafts, plan.num_proposals, any(sample.adjusted for sample in samples))
 
 
 def _last_rows(chunks: Sequence[Chunk]) -> list[int]:

@@ -32,8 +32,8 @@ def workspace_bytes(
     num_drafts: int,
     shapes: FlashShapes | None,
 ) -> int:
-    """The most memory that steps take on the GPU beside weights and KV: a chunk of num_tokens tokens, and a decode of
-    num_lanes lanes, which has its own for its graphs. Both are run to see it.
+    """The most memory that steps take on the GPU beside weights and KV: a chunk of num_tokens tokens with a decode of
+    num_lanes lanes beside it, and the decode alone, which has its own for its graphs. Both are run to see it.
 
     like: any tensor of the dtype and on the device of the model.
     """
@@ -45,13 +45,15 @@ def workspace_bytes(
     context = KVContext(pages.kv, lanes.page_table, model.rope_table, config.rms_norm_eps)
     sampler = Sampler(lanes, config.vocab_size, ())
     decode = Decode(model, context, lanes, sampler, drafter)
-    runner = Runner(model, context, sampler, decode, drafter, shapes)
+    runner = Runner(model, context, sampler, decode, decode, drafter, shapes)
     nobody = torch.full((num_lanes,), PADDING, dtype=torch.int64, device=device)
     chunks = _longest_chunks(num_tokens, num_lanes, context_len, at_the_end=shapes is not None)
 
     def prefill() -> None:
-        samples = [Sample(lane=chunk.lane, logprobs=0, adjusted=True) for chunk in chunks]
-        runner.run(StepPlan(step=0, chunks=chunks, samples=samples, num_proposals=num_drafts)).result()
+        decodes = [PADDING] * num_lanes
+        samples = [Sample(lane=lane, logprobs=0, adjusted=True) for lane in (*(c.lane for c in chunks), *decodes)]
+        drafts = {"num_drafts": num_drafts, "num_proposals": num_drafts}
+        runner.run(StepPlan(step=0, chunks=chunks, decodes=decodes, samples=samples, **drafts)).result()
 
     def decode_step() -> None:
         aux = decode.new_aux(num_lanes * (1 + num_drafts))

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# All tests that need a GPU, and compute-sanitizer over small calls of every kernel, on a machine with a CUDA device.
+# Usage: tools/check_gpu.sh [kernels|engines|memcheck]...      (all, if none is named; the whole output is in $OUT)
+# Needs pytest, pytest-xdist and transformers. Without a network, PIP_FIND_LINKS names the default model's folder.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH="${PYTHONPATH:-.}" PYTHONDONTWRITEBYTECODE=1
+out="${OUT:-$(mktemp -d)}"
+pytest=(python3 -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q --tb=short)
+status=0
+
+kernels() {
+  timeout 240 "${pytest[@]}" -n 8 tests/kernels tests/unit/test_fp8_weights.py >"$out/kernels.txt" 2>&1 || status=1
+  tail -n 25 "$out/kernels.txt"
+}
+
+# One after the other, since an engine takes the GPU's memory for itself.
+engines() {
+  timeout 240 "${pytest[@]}" tests/gpu tests/engine/test_equals_transformers.py >"$out/engines.txt" 2>&1 || status=1
+  tail -n 25 "$out/engines.txt"
+}
+
+# Every tensor has an allocation of its own then, so that what is read or written behind its end is seen.
+memcheck() {
+  local chosen=(
+    accept_drafts.py::test_tokens_count_up_to_the_first_wrong_draft
+    adjust_logits.py::test_every_lane_has_its_own_adjustments
+    adjust_logits.py::test_tokens_are_counted_for_lanes_with_penalties_alone
+    decode_attention.py::test_rows_of_one_entry_each_see_their_own_length
+    decode_attention.py::test_the_number_of_splits_changes_nothing
+    filter_logits.py::test_what_is_not_allowed_does_not_count
+    fp8.py::test_the_kernel_rounds_as_the_reference_bit_by_bit
+    gather_pages.py::test_every_head_has_its_own_keys
+    linear.py::test_in_of_one_piece
+    linear.py::test_kernels_that_start_early_wait_for_their_input
+    linear.py::test_gates_far_from_zero
+    merge_attention.py::test_merged_pieces_equal_one_softmax_over_all_keys
+    norm_rope_store.py::test_nothing_is_stored_for_padding_and_its_neighbours_do_not_notice
+    rms_norm.py::test_eps_bounds_what_a_row_of_nearly_nothing_becomes
+    sampling.py::test_each_row_of_an_entry_draws_by_its_lane_at_a_position_of_its_own
+    silu_mul.py::test_large_gates_neither_overflow_nor_vanish
+    step_inputs.py::test_rows_behind_a_lane_s_end_are_stored_nowhere_and_see_no_further_than_it
+  )
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 240 compute-sanitizer --tool memcheck --error-exitcode 9 \
+    "${pytest[@]}" "${chosen[@]/#/tests/kernels/test_}" >"$out/memcheck.txt" 2>&1 || status=1
+  tail -n 8 "$out/memcheck.txt"
+}
+
+[ $# -gt 0 ] || set -- kernels engines memcheck
+for part in "$@"; do
+  case $part in kernels | engines | memcheck) "$part" ;; *) sed -n 2,4p "$0" && exit 2 ;; esac
+done
+exit $status
