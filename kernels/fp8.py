@@ -122,4 +122,6 @@ def fp8_linear(
     assert weight_scale.dtype == torch.float32, weight_scale.dtype
     assert weight_scale.shape == weight.shape[:1], (weight_scale.shape, weight.shape)
     assert bias is None or (bias.shape == weight.shape[:1] and bias.dtype == x.dtype), bias
+    if not x.shape[0]:
+        return x.new_empty(0, weight.shape[0])
     return (fp8_linear_cuda if x.is_cuda else fp8_linear_reference)(x, weight, weight_scale, bias)

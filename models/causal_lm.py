@@ -12,7 +12,16 @@ from torch import nn
 
 from minserve.kernels.linear import linear
 from minserve.models.config import ModelConfig
-from minserve.models.layers import Attend, GatedMLP, LayerConfig, Linear, RMSNorm, SelfAttention, checkpoint_tensors
+from minserve.models.layers import (
+    Attend,
+    AttendLast,
+    GatedMLP,
+    LayerConfig,
+    Linear,
+    RMSNorm,
+    SelfAttention,
+    checkpoint_tensors,
+)
 from minserve.models.rope import make_rope_table
 
 
@@ -52,13 +61,16 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, attend: Attend, wanted: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor | None, attend: Attend, last: AttendLast | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: [tokens, hidden], what the layer before adds to the residual. Returns the same two of this layer, of the
-        wanted rows; None: of all."""
+        """x: [tokens, hidden], what the layer before adds to the residual. Returns the same two of this layer; if last
+        is given, of the rows that it wants."""
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, attend, wanted)
-        x, residual = self.post_attention_layernorm.add(x, residual if wanted is None else residual[wanted])
+        if last is None:
+            x = self.self_attn(x, attend)
+        else:
+            x, residual = self.self_attn(x, last.last), residual[last.wanted]
+        x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
 
@@ -95,20 +107,18 @@ class CausalLM(nn.Module):
         token_ids: torch.Tensor,
         attend: Attend,
         aux: AuxStates | None = None,
-        wanted: torch.Tensor | None = None,
+        last: AttendLast | None = None,
     ) -> torch.Tensor:
         """token_ids: [tokens] int64, of one or many sequences; attend knows where each stands; aux is filled by it.
 
-        wanted: [rows] int64, at least one: whose states are asked for. None: all. The last layer only stores the others'
-        keys and values. aux may hold what that layer puts out only if all are wanted.
-        Returns [rows, hidden], normalized.
+        last: `attend`, if only the states of some rows are asked for; of the others the last layer stores keys and
+        values and does no more, so that aux cannot have what it puts out. Returns [rows, hidden], normalized.
         """
         x, residual = self.embed_tokens(token_ids), None
-        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if aux is not None:
                 aux.take(index, x, residual)
-            x, residual = layer(x, residual, attend, wanted if index == last else None)
+            x, residual = layer(x, residual, attend, last if index + 1 == len(self.layers) else None)
         if aux is not None:
             aux.take(len(self.layers), x, residual)
         return self.norm.add(x, residual)[0]
@@ -120,7 +130,7 @@ class CausalLM(nn.Module):
             token_ids: torch.Tensor,
             attend: Attend,
             aux: AuxStates | None = None,
-            wanted: torch.Tensor | None = None,
+            last: AttendLast | None = None,
         ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Owns: fused projections, norms, the gated MLP, and the frame of self-attention.
 Does not know: where keys and values are kept; that is the business of the `Attend` that a forward pass is given.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -51,6 +51,16 @@ class Attend(Protocol):
 
         norms: None where the model has none.
         """
+
+
+class AttendLast(Attend, Protocol):
+    """Knows which tokens say something that is asked for, and can leave the others out, of use in the last layer."""
+
+    wanted: torch.Tensor
+    """[rows] int64, ascending."""
+
+    def last(self, layer: int, qkv: torch.Tensor, norms: Norms | None) -> torch.Tensor:
+        """As a call, but returns the wanted rows alone."""
 
 
 class Linear(nn.Linear):
@@ -153,11 +163,12 @@ class SelfAttention(nn.Module):
             return None
         return self.q_norm.weight, self.k_norm.weight
 
-    def forward(self, x: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [tokens, in_features] -> [rows, hidden]: those of the wanted tokens ([rows] int64), or of all."""
+    def forward(
+        self, x: torch.Tensor, attend: Callable[[int, torch.Tensor, Norms | None], torch.Tensor]
+    ) -> torch.Tensor:
+        """x: [tokens, in_features] -> [rows, hidden], as many rows as `attend` returns."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        attended = attend(self.layer, qkv, self.norms)
-        out: torch.Tensor = self.o_proj(attended if wanted is None else attended[wanted])
+        out: torch.Tensor = self.o_proj(attend(self.layer, qkv, self.norms))
         return out
 
 

@@ -39,6 +39,7 @@ class DecodeAttention:
         places: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
+        self.num_rows = positions.shape[0]
         self._kv, self._eps = context.kv, context.norm_eps
         self._rope = gather_rope(context.rope_table, positions)
         self._places = places

@@ -22,6 +22,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Chunk
+from minserve.kernels.decode_attention import decode_attention, decode_batch
 from minserve.kernels.gather_pages import gather_keys, gather_pages, page_rows
 from minserve.kernels.merge_attention import merge_attention
 from minserve.kernels.norm_rope_store import norm_rope_store
@@ -73,7 +74,8 @@ class _Part(Protocol):
 
 
 class PrefillAttention:
-    """Chunks of prompts, their tokens one after another, and behind them the rows of a decode, if there is one.
+    """Chunks of prompts, their tokens one after another, and behind them the rows of a decode, if there is one. What
+    follows is asked of the last row of a chunk that samples, and of all rows of the decode.
 
     shapes: None computes with masks, in any dtype and on any device; else with flash attention in these shapes.
     """
@@ -94,6 +96,14 @@ class PrefillAttention:
         self._places = context.page_table[own, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
         self._rope = gather_rope(context.rope_table, at)
         self._ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
+        sampling = [(end - 1, chunk.lane) for end, chunk in zip(self._ends, chunks, strict=True) if chunk.samples]
+        rows, own = to_device([*zip(*sampling)] or [(), ()], torch.int64, device)
+        self.wanted = rows
+        self._last_batch = decode_batch(context.page_table, own, at[rows] + 1, context.kv[0]) if sampling else None
+        if decode is not None:
+            self.wanted = torch.cat(
+                [rows, torch.arange(self._ends[-1], self._ends[-1] + decode.num_rows, device=device)]
+            )
         self._parts: list[_Part] = [
             _MaskedChunk(context, chunk)
             if shapes is None
@@ -107,6 +117,21 @@ class PrefillAttention:
         q = norm_rope_store(qkv[: self._ends[-1]], norms, self._eps, self._rope, kv, self._places)
         starts = [0, *self._ends[:-1]]
         outs = [part.attend(kv, q[a:b]).flatten(1) for part, a, b in zip(self._parts, starts, self._ends, strict=True)]
+        return self._with_decode(outs, layer, qkv, norms)
+
+    def last(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """As `AttendLast`. A chunk's last row sees what a decode of one row would see."""
+        kv = self._kv[layer]
+        q = norm_rope_store(qkv[: self._ends[-1]], norms, self._eps, self._rope, kv, self._places)
+        outs = [q[:0].flatten(1)]
+        if self._last_batch is not None:
+            rows = q[self.wanted[: len(self._last_batch.lanes)]]
+            outs = [decode_attention(rows, kv, self._last_batch).flatten(1)]
+        return self._with_decode(outs, layer, qkv, norms)
+
+    def _with_decode(
+        self, outs: list[torch.Tensor], layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
         if self._decode is not None:
             outs.append(self._decode(layer, qkv[self._ends[-1] :], norms))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

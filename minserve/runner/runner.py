@@ -5,7 +5,6 @@ a page.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -83,8 +82,7 @@ class Runner:
             token_ids = torch.cat([token_ids, decode_ids])
         attend = PrefillAttention(self._context, chunks, self._shapes, attend_decodes)
         aux = new_aux(self._drafter, self._model, len(token_ids), self._context.kv)
-        ends = to_device([*_last_rows(chunks), *range(num_read, len(token_ids))], torch.int64, device)
-        logits = self._model.logits(self._states(chunks, token_ids, attend, aux, ends, step))
+        logits = self._model.logits(self._states(chunks, token_ids, attend, aux, step))
         if not num_sampling:
             self._drafter.read(chunks, aux[:num_read], token_ids[:0])
         else:
@@ -92,7 +90,7 @@ class Runner:
             tokens, counts = self._sampler.sample(logits[:num_sampling], own, adjusted=adjusted)
             self._report(Decoded(logits, tokens, counts), plan.samples[:num_sampling], step)
             self._drafter.read(chunks, aux[:num_read], tokens[:, 0])
-            self._drafter.propose(aux[ends[:num_sampling]], tokens, counts, own, plan.num_proposals)
+            self._drafter.propose(aux[attend.wanted[:num_sampling]], tokens, counts, own, plan.num_proposals)
         if plan.decodes:
             decoded = self._steps.finish(logits[num_sampling:], decoding, aux[num_read:], _kind(plan))
             self._report(decoded, plan.samples[num_sampling:], step)
@@ -103,23 +101,20 @@ class Runner:
         token_ids: torch.Tensor,
         attend: PrefillAttention,
         aux: torch.Tensor,
-        ends: torch.Tensor,
         step: "RunningStep",
     ) -> torch.Tensor:
-        """The model's states of rows `ends`, which may be none. Of other rows they are wanted only if prompts'
-        log probabilities are, or the drafter reads what the last layer puts out."""
+        """The model's states of the rows that something follows. Those of others are of use only if prompts' log
+        probabilities are wanted, or the drafter reads what the last layer puts out."""
         layers = self._drafter.aux_layers
-        are_all_wanted = any(chunk.prompt_targets for chunk in chunks) or self._model.config.num_layers in layers
-        wanted = None if are_all_wanted else ends if len(ends) else ends.new_zeros(1)
-        states = self._model(token_ids, attend, AuxStates(layers, aux), wanted)
-        if wanted is not None:
+        if not any(chunk.prompt_targets for chunk in chunks) and self._model.config.num_layers not in layers:
             step.prompt_logprobs += [[] for _ in chunks]
-            return states[: len(ends)]
+            return self._model(token_ids, attend, AuxStates(layers, aux), attend)
+        states = self._model(token_ids, attend, AuxStates(layers, aux))
         begin = 0
         for chunk in chunks:
             step.prompt_logprobs.append(self._prompt_logprobs(chunk, states[begin : begin + len(chunk.token_ids)]))
             begin += len(chunk.token_ids)
-        return states[ends]
+        return states[attend.wanted]
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> list[Logprobs]:
         """What the chunk says of the prompt tokens after its rows."""
@@ -149,12 +144,6 @@ class Runner:
 def _kind(plan: StepPlan) -> StepKind:
     samples = plan.samples[len(plan.samples) - len(plan.decodes) :]
     return StepKind(plan.num_drafts, plan.num_proposals, any(sample.adjusted for sample in samples))
-
-
-def _last_rows(chunks: Sequence[Chunk]) -> list[int]:
-    """The last row of each chunk that samples."""
-    ends = accumulate(len(chunk.token_ids) for chunk in chunks)
-    return [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
 
 
 class Part(NamedTuple):

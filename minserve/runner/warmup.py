@@ -52,8 +52,15 @@ def workspace_bytes(
     def prefill() -> None:
         decodes = [PADDING] * num_lanes
         samples = [Sample(lane=lane, logprobs=0, adjusted=True) for lane in (*(c.lane for c in chunks), *decodes)]
-        drafts = {"num_drafts": num_drafts, "num_proposals": num_drafts}
-        runner.run(StepPlan(step=0, chunks=chunks, decodes=decodes, samples=samples, **drafts)).result()
+        plan = StepPlan(
+            step=0,
+            chunks=chunks,
+            decodes=decodes,
+            num_drafts=num_drafts,
+            num_proposals=num_drafts,
+            samples=samples,
+        )
+        runner.run(plan).result()
 
     def decode_step() -> None:
         aux = decode.new_aux(num_lanes * (1 + num_drafts))

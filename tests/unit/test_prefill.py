@@ -5,7 +5,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Chunk
-from minserve.runner.attention import KVContext
+from minserve.runner.attention import DecodeAttention, KVContext
 from minserve.runner.prefill import KEY_STEP, PIECE_KEYS, FlashShapes, PrefillAttention, cut_into_pieces
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -53,6 +53,36 @@ def test_a_chunk_may_begin_anywhere_and_be_of_any_length(start, count):
 
 def test_chunks_of_several_prompts_are_computed_in_one_pass():
     assert_same(context(3), (0, 5), (KEY_STEP + 17, 130), (40, 1))
+
+
+@pytest.mark.parametrize("shapes", [None, SHAPES])
+def test_the_last_layer_may_leave_out_rows_that_say_nothing(shapes):
+    own = context(4)
+    spans = [(0, 5, True), (KEY_STEP + 17, 130, False), (40, 1, True)]
+    chunks = [
+        Chunk(lane=lane, start=start, token_ids=[0] * count, samples=samples)
+        for lane, (start, count, samples) in enumerate(spans)
+    ]
+    position = torch.tensor([70, 71])
+    places = own.page_table[3, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE
+    qkv = torch.randn(136 + 2, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    found = []
+    for is_last in (False, True):
+        pages = KVContext(own.kv.clone(), own.page_table, own.rope_table, own.norm_eps)
+        decode = DecodeAttention(pages, torch.tensor([3]), position, places, position + 1)
+        attend = PrefillAttention(pages, chunks, shapes, decode)
+        found.append((attend.last(0, qkv, None) if is_last else attend(0, qkv, None)[attend.wanted], pages.kv))
+    assert attend.wanted.tolist() == [4, 135, 136, 137]
+    torch.testing.assert_close(found[1][0], found[0][0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(found[1][1], found[0][1])
+
+
+def test_of_a_chunk_that_says_nothing_the_last_layer_stores_keys_and_values_alone():
+    own = context(1)
+    attend = PrefillAttention(own, [Chunk(lane=0, start=3, token_ids=[0] * 20, samples=False)], SHAPES)
+    before = own.kv.clone()
+    assert attend.last(0, torch.randn(20, HEADS + 2 * KV_HEADS, HEAD_DIM), None).shape == (0, HEADS * HEAD_DIM)
+    assert not torch.equal(own.kv, before)
 
 
 def test_earlier_keys_are_cut_into_few_sizes():
