@@ -30,7 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_kv: bytes of host memory for blocks that have no page; 0: none. It needs prefix caching.
     prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
     max_num_seqs: requests that run at once. None: 256 on a GPU, 64 on a CPU.
-    max_num_batched_tokens: tokens that one step may compute; decodes come first, prefill chunks take the rest.
+    max_num_batched_tokens: tokens of prompts that one step may compute; decodes come on top.
         None: 2048 beside the decodes on a GPU, 512 on a CPU, where 2048 would hold up all streams for seconds.
     draft_path: a local folder with an EAGLE-3 head; None: no speculation.
     num_draft_tokens: drafts of each step; None: 0, 1 or 3, whichever pays.

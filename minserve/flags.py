@@ -191,7 +191,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--chunked-prefill-size",
         type=parse_size,
         metavar="N",
-        help="tokens a step (default 2048 beside decodes; 512 on a CPU)",
+        help="tokens of prompts in a step, beside its decodes (default 2048; 512 on a CPU)",
     )
     add("--kv-cache-memory", "--kv-cache-memory-bytes", type=parse_size, metavar="SIZE", help="for KV, such as 8GiB")
     add(

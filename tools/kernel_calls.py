@@ -35,6 +35,8 @@ from minserve.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 ROWS = (1, 64, 256)
 ROWS_PER_ENTRY = (1, 4)
+TILE_ROWS = 16
+"""Of short chunks' attention."""
 LANES, PAGES, EPS = 256, 1024, 1e-6
 MAX_DRAFTS, DRAFT_VOCAB = 8, 32000
 EXAMPLE_TILES = (
@@ -106,7 +108,7 @@ def pages(work: Work) -> torch.Tensor:
 def attention_calls(work: Work) -> Iterator[Call]:
     model, rows = work.model, work.rows
     table = empty(LANES, model.max_blocks, dtype=torch.int32)
-    for per_entry in ROWS_PER_ENTRY:
+    for per_entry in (*ROWS_PER_ENTRY, TILE_ROWS):
         entries = max(1, rows // per_entry)
         q = work.floats(entries * per_entry, model.heads, model.head_dim)
         batch = DecodeBatch(table, empty(entries), empty(entries * per_entry), None)

@@ -228,7 +228,7 @@ def measure(serve: Serve, work: Work, args: argparse.Namespace) -> Timing:
 def warm_up_of(work: Work, args: argparse.Namespace) -> Work:
     """The same requests with short prompts, and as many new tokens as it takes until all of them decode at once."""
     context = min(work.context, args.warm_context)
-    prefill_steps = work.requests * context // max(1, args.max_num_batched_tokens - work.requests) + 1
+    prefill_steps = work.requests * context // args.max_num_batched_tokens + 1
     return Work(work.requests, context, min(work.new_tokens, prefill_steps + WARM_UP_STEPS))
 
 

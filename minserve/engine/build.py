@@ -41,7 +41,7 @@ from minserve.runner.graphs import CudaRecorder, DecodeGraphs, graph_sizes
 from minserve.runner.prefill import KEY_STEP, FlashShapes
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
-from minserve.runner.warmup import plan_shapes, workspace_bytes
+from minserve.runner.warmup import compile_tiles, plan_shapes, workspace_bytes
 from minserve.spec.draft import Drafter, NoDrafter
 from minserve.spec.lengths import AdaptiveLength, DraftLengths, FixedLength
 from minserve.weights.eagle3 import load_eagle3
@@ -129,7 +129,7 @@ def _choose_machine(config: EngineConfig, model_config: ModelConfig) -> _Machine
     refuse_unsupported(model_config, device)
     dtype = choose_dtype(config, model_config, device)
     drafts = _choose_drafts(config)
-    max_num_seqs, max_num_batched_tokens = choose_batch(config, device, drafts.most)
+    max_num_seqs, max_num_batched_tokens = choose_batch(config, device)
     fixed = device.type == "cuda" and dtype != torch.float32  # cuDNN has no attention in float32
     shapes = FlashShapes.for_chunks_of(max_num_batched_tokens) if fixed else None
     return _Machine(device, dtype, max_num_seqs, max_num_batched_tokens, shapes, drafts)
@@ -189,10 +189,11 @@ def _runner(
     """The runner, warm: what takes its time once has been done."""
     vocab_size = model.config.vocab_size
     sampler = Sampler(lanes, vocab_size, config.token_id_ranges)
-    context = KVContext(pages.kv, lanes.page_table, model.rope_table, model.config.rms_norm_eps)
+    context = KVContext(pages.kv, lanes.page_table, model.rope_table, model.config.rms_norm_eps, model.config.num_heads)
     decode = Decode(model, context, lanes, sampler, drafter)
     if machine.shapes is not None:
         max_keys = lanes.page_table.shape[1] * BLOCK_SIZE
+        compile_tiles(context)
         plan_shapes(machine.shapes, model, machine.dtype, max_keys, partial(progress, "attention plans"))
     if machine.device.type == "cpu" or config.enforce_eager:
         return Runner(model, context, sampler, decode, decode, drafter, machine.shapes)

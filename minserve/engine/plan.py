@@ -88,11 +88,6 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not (self.chunks or self.decodes)
 
-    @property
-    def num_tokens(self) -> int:
-        """Rows of all chunks and decodes."""
-        return len(self.decodes) * (1 + self.num_drafts) + sum(len(chunk.token_ids) for chunk in self.chunks)
-
 
 @dataclass(slots=True)
 class StepResult:

@@ -32,8 +32,7 @@ from minserve.spec.lengths import DraftLengths, FixedLength
 class Scheduler:
     """drafts: how many drafts are proposed, and verified one step later.
 
-    max_num_batched_tokens must be enough for the rows of max_num_seqs decodes, so that a prefill beside them always
-    gets a token.
+    max_num_batched_tokens: of prompts, in a step; decodes come on top, so that chunks are as long beside them as alone.
     chunk_step: a prompt's chunk that is not its last ends at a multiple of it, where that costs little of the budget.
     blocks must have pages for max_model_len tokens beside the prefill_reserve (see `PrefillReserve`), so that every
     request that is accepted can finish alone.
@@ -53,7 +52,6 @@ class Scheduler:
         drafts: DraftLengths | None = None,
     ) -> None:
         drafts = drafts or FixedLength(0)
-        assert max_num_batched_tokens >= max_num_seqs * (1 + drafts.most)
         self._blocks = blocks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -120,14 +118,19 @@ class Scheduler:
         return self._launches.launch(self._running, decisions, setups)
 
     def _share_budget(self, decisions: Decisions) -> None:
-        """Tokens for each running request: decodes first, then chunks of prompts, each in order of arrival."""
-        budget = self._max_num_batched_tokens
-        active = [r for r in self._running if not r.wants_no_more and self._blocks.is_ready(r.id)]
-        for request in sorted(active, key=lambda request: not request.is_decoding):
-            count = request.num_next(budget, self._chunk_step)
+        """Tokens for each running request: a decode's own, and chunks of prompts in order of arrival."""
+        for request in self._running:
+            if request.wants_no_more or not self._blocks.is_ready(request.id):
+                continue
+            budget = self._budget_left(decisions)
+            count = request.num_pending if request.is_decoding else request.num_next(budget, self._chunk_step)
             if count:
                 decisions.counts[request] = count
-                budget -= count + (decisions.num_drafts if request.is_decoding else 0)
+
+    def _budget_left(self, decisions: Decisions) -> int:
+        """Tokens of prompts that the step has room for."""
+        taken = sum(count for request, count in decisions.counts.items() if not request.is_decoding)
+        return self._max_num_batched_tokens - taken
 
     def _find_pages(self, decisions: Decisions) -> None:
         """Give the planned tokens pages, the oldest request first."""
@@ -158,9 +161,7 @@ class Scheduler:
 
     def _admit(self, decisions: Decisions) -> None:
         """Start waiting requests, in order of arrival, while lanes, pages and budget last."""
-        num_decodes = sum(request.is_decoding for request in decisions.counts)
-        budget = self._max_num_batched_tokens - sum(decisions.counts.values()) - num_decodes * decisions.num_drafts
-        while self._waiting and self._lanes.num_available and budget > 0:
+        while self._waiting and self._lanes.num_available and (budget := self._budget_left(decisions)) > 0:
             request = self._waiting[0]
             assert not request.num_in_flight, "a request comes back before its launched step"
             cached = self._open(request, keep=self._reserve.keep_from(request))
@@ -173,7 +174,6 @@ class Scheduler:
             self._start(request, cached)
             if self._blocks.is_ready(request.id):
                 decisions.counts[request] = request.num_next(budget, self._chunk_step)
-                budget -= decisions.counts[request]
                 # Nothing had to be loaded, so if it decodes, its last token begins a block, where drafts find room too.
                 reach = request.reach(decisions.counts[request], decisions.num_drafts)
                 assert reach <= len(self._blocks.pages(request.id)) * BLOCK_SIZE

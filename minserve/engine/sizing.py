@@ -49,26 +49,10 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def choose_batch(config: EngineConfig, device: torch.device, num_drafts: int) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens): as configured, or as much as such a device computes in a moment.
-
-    num_drafts: rows that each request may have in a step beside its first.
-    """
-    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-    if num_seqs is None:
-        num_seqs = 64 if device.type == "cpu" else 256
-        if num_tokens is not None:
-            num_seqs = max(1, min(num_seqs, num_tokens // (1 + num_drafts)))
-    rows = num_seqs * (1 + num_drafts)
-    if num_tokens is None:
-        num_tokens = max(512, rows) if device.type == "cpu" else 2048 + rows
-    if num_tokens < rows:
-        drafts = f" with {num_drafts} drafts each" if num_drafts else ""
-        raise ConfigError(
-            f"--max-num-batched-tokens {num_tokens} must be at least {rows}, or --max-num-seqs {num_seqs}{drafts} "
-            "could fill a step with decodes alone"
-        )
-    return num_seqs, num_tokens
+def choose_batch(config: EngineConfig, device: torch.device) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens): as configured, or as much as such a device computes in a moment."""
+    num_seqs, num_tokens = (64, 512) if device.type == "cpu" else (256, 2048)
+    return config.max_num_seqs or num_seqs, config.max_num_batched_tokens or num_tokens
 
 
 def refuse_unsupported(model: ModelConfig, device: torch.device) -> None:

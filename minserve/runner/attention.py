@@ -16,13 +16,14 @@ from minserve.kernels.rope import gather_rope
 class KVContext:
     """What the attention of every step reads: the pages and who has which, the RoPE table, the norms' epsilon.
 
-    kv: [layers, pages, kv_heads, 2 (K, V), 16, head_dim]; page_table: [lanes, max_blocks] int32.
+    kv: [layers, pages, kv_heads, 2 (K, V), 16, head_dim]; page_table: [lanes, max_blocks] int32; num_heads: of queries.
     """
 
     kv: torch.Tensor
     page_table: torch.Tensor
     rope_table: torch.Tensor
     norm_eps: float
+    num_heads: int
 
 
 class DecodeAttention:

@@ -11,6 +11,9 @@ down to whole KEY_STEPs:
     [start, end)         the chunk; with the part before it a causal square, padded at its end to one of the row sizes
 
 so nothing needs a mask, and log-sum-exp merges the square and the pieces.
+
+Short chunks would spend their time on launches. All of a step are one: cut into tiles of a few rows, they are attended
+as the rows of decodes are, each row up to its own position.
 """
 
 from collections.abc import Sequence
@@ -35,6 +38,12 @@ from minserve.runner.attention import DecodeAttention, KVContext
 KEY_STEP = 1024
 PIECE_KEYS = (8 * KEY_STEP, 2 * KEY_STEP, KEY_STEP)
 """Sizes of the pieces that earlier KV is cut into, the largest first; the last is the step."""
+
+SHORT_PAIRS = 2**19
+"""Rows times keys of the longest chunk that is cut into tiles: 16 rows at the end of 32K tokens, or a prompt of 724."""
+
+TILE_QUERIES = 64
+"""Query heads of one KV head times rows of a tile, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +113,29 @@ class PrefillAttention:
             self.wanted = torch.cat(
                 [rows, torch.arange(self._ends[-1], self._ends[-1] + decode.num_rows, device=device)]
             )
-        self._parts: list[_Part] = [
-            _MaskedChunk(context, chunk)
-            if shapes is None
-            else _FlashChunk(context.page_table[chunk.lane], chunk.start, len(chunk.token_ids), shapes)
-            for chunk in chunks
-        ]
+        self._parts: list[_Part | None] = []
+        short: list[tuple[int, int, int]] = []
+        for end, chunk in zip(self._ends, chunks, strict=True):
+            count = len(chunk.token_ids)
+            if shapes is None:
+                self._parts.append(_MaskedChunk(context, chunk))
+            elif count * (chunk.start + count) <= SHORT_PAIRS:
+                self._parts.append(None)
+                short.append((chunk.lane, end - count, end))
+            else:
+                self._parts.append(_FlashChunk(context.page_table[chunk.lane], chunk.start, count, shapes))
+        self._tiles = _Tiles(context, short, at) if short else None
 
     def __call__(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """qkv: [tokens, heads + 2 * kv_heads, head_dim]. Returns [tokens, heads * head_dim]."""
         kv = self._kv[layer]
         q = norm_rope_store(qkv[: self._ends[-1]], norms, self._eps, self._rope, kv, self._places)
         starts = [0, *self._ends[:-1]]
-        outs = [part.attend(kv, q[a:b]).flatten(1) for part, a, b in zip(self._parts, starts, self._ends, strict=True)]
+        short = iter(self._tiles.attend(kv, q) if self._tiles is not None else ())
+        outs = [
+            (next(short) if part is None else part.attend(kv, q[a:b])).flatten(1)
+            for part, a, b in zip(self._parts, starts, self._ends, strict=True)
+        ]
         return self._with_decode(outs, layer, qkv, norms)
 
     def last(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
@@ -148,6 +167,37 @@ class _MaskedChunk:
     def attend(self, kv: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         keys, values = gather_pages(kv, self._rows, 1)
         return masked_attention(q, keys[0, :, : self._num_keys], values[0, :, : self._num_keys], self._mask)
+
+
+def tile_rows(group: int) -> int:
+    """Rows of a tile, of a model with so many query heads for each KV head."""
+    return max(1, min(16, TILE_QUERIES // (1 << (group - 1).bit_length())))
+
+
+class _Tiles:
+    """Short chunks, all of them at once.
+
+    chunks: (lane, first row, row behind the last) of each; positions: [rows] int64.
+    """
+
+    def __init__(self, context: KVContext, chunks: Sequence[tuple[int, int, int]], positions: torch.Tensor) -> None:
+        size = tile_rows(context.num_heads // context.kv.shape[2])
+        rows: list[int] = []
+        lanes: list[int] = []
+        own: list[int] = []
+        for lane, begin, end in chunks:
+            num_tiles = -(-(end - begin) // size)
+            own += range(len(rows), len(rows) + end - begin)
+            rows += [*range(begin, end), *[end - 1] * (num_tiles * size - (end - begin))]  # the last one fills its tile
+            lanes += [lane] * num_tiles
+        self._sizes = [end - begin for _, begin, end in chunks]
+        device = positions.device
+        self._rows, lane_ids, self._own = (to_device(ids, torch.int64, device) for ids in (rows, lanes, own))
+        self._batch = decode_batch(context.page_table, lane_ids, positions[self._rows] + 1, context.kv[0])
+
+    def attend(self, kv: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """kv: one layer's pages; q: [rows, heads, head_dim], of all chunks. Returns that of each short one."""
+        return torch.split(decode_attention(q[self._rows], kv, self._batch)[self._own], self._sizes)
 
 
 class _FlashChunk:

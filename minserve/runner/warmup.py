@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from minserve.engine.plan import Chunk, Sample, StepPlan
+from minserve.kernels.decode_attention import decode_attention, decode_batch
 from minserve.kernels.prefill_attention import flash_attention
 from minserve.memory.blocks import blocks_for
 from minserve.memory.lanes import Lanes
@@ -15,7 +16,7 @@ from minserve.memory.pages import KVPages
 from minserve.models.causal_lm import CausalLM
 from minserve.runner.attention import KVContext
 from minserve.runner.decode import PADDING, Decode
-from minserve.runner.prefill import FlashShapes
+from minserve.runner.prefill import FlashShapes, tile_rows
 from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
 from minserve.spec.draft import Drafter, NoDrafter
@@ -42,7 +43,7 @@ def workspace_bytes(
     lanes = Lanes(num_lanes, blocks_for(context_len), config.vocab_size, device)
     drafter = new_drafter(lanes)
     pages = KVPages(config, 1, like.dtype, device)  # every block of every lane: what is in it does not matter
-    context = KVContext(pages.kv, lanes.page_table, model.rope_table, config.rms_norm_eps)
+    context = KVContext(pages.kv, lanes.page_table, model.rope_table, config.rms_norm_eps, config.num_heads)
     sampler = Sampler(lanes, config.vocab_size, ())
     decode = Decode(model, context, lanes, sampler, drafter)
     runner = Runner(model, context, sampler, decode, decode, drafter, shapes)
@@ -85,6 +86,15 @@ def _longest_chunks(num_tokens: int, num_lanes: int, context_len: int, *, at_the
         chunks.append(Chunk(lane=len(chunks), start=start, token_ids=[0] * count, samples=True))
         num_tokens -= count
     return chunks
+
+
+@torch.inference_mode()
+def compile_tiles(context: KVContext) -> None:
+    """Have Triton compile the attention of short chunks now. Reads a page, whoever's it is, and writes nothing."""
+    kv, rows = context.kv[0], tile_rows(context.num_heads // context.kv.shape[2])
+    q = kv.new_zeros(rows, context.num_heads, kv.shape[-1])
+    lane, lengths = (torch.full((n,), value, device=kv.device) for n, value in ((1, 0), (rows, 1)))
+    decode_attention(q, kv, decode_batch(context.page_table, lane, lengths, kv))
 
 
 @torch.inference_mode()

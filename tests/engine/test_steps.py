@@ -12,4 +12,4 @@ def test_a_step_reads_the_weights_once_whether_it_reads_prompts_decodes_or_both(
     engine.submit(submit("b", [6] * 40, max_tokens=2))
     while engine.has_work:
         engine.step()
-    assert seen == [10, 1 + 15, 1 + 15, 1 + 10, 2, 1]
+    assert seen == [10, 1 + 16, 1 + 16, 1 + 8, 2, 1]

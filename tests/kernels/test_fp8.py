@@ -141,7 +141,7 @@ def test_tensor_cores_multiply_as_the_reference(rows, num_in, num_out, with_bias
     exact = fp8_linear_reference(x.double(), weight, weight_scale, bias.double() if with_bias else None)
     error = (out.double() - exact).norm(dim=1) / exact.norm(dim=1)
     assert out.dtype == dtype
-    assert error.max() < 0.03
+    assert error.max() < 0.04
 
 
 @gpu

@@ -89,7 +89,7 @@ class World:
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs * (1 + self.num_drafts)),
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=(self.num_pages - self.prefill_reserve) * BLOCK_SIZE,
             vocab_size=VOCAB,
             end_token_ids=(END_TOKEN,),

@@ -83,8 +83,8 @@ def test_a_work_is_warmed_up_before_it_is_measured(monkeypatch):
 
 
 def test_a_warm_up_lasts_until_all_requests_decode_at_once(monkeypatch):
-    args = parsed(monkeypatch, "--work", "256x1024", "--max-num-batched-tokens", "1280")
-    # 256 x 512 prompt tokens, at least 1024 a step beside the decodes.
+    args = parsed(monkeypatch, "--work", "256x1024", "--max-num-batched-tokens", "1024")
+    # 256 x 512 prompt tokens, 1024 a step beside the decodes.
     assert warm_up_of(args.work[0], args) == Work(256, 512, 129)
     assert warm_up_of(Work(256, 1024, 500), args).new_tokens == 128 + 1 + 4
 

@@ -137,7 +137,7 @@ def test_logits_are_those_of_the_weights_multiplied_out_by_hand(tmp_path, tensor
     for module in plain.layers.modules():
         if isinstance(module, Linear):
             module.register_forward_pre_hook(lambda _, args: rounded(args[0]))
-    assert distance(logits(ours), logits(plain)) < 0.03
+    assert distance(logits(ours), logits(plain)) < 0.06
 
 
 def test_a_scale_may_stand_in_another_file_than_its_weight_and_in_bfloat16(tmp_path, tensors):
@@ -256,4 +256,4 @@ def test_logits_of_the_gpu_are_close_to_the_cpus(tmp_path, tensors, stored):
     }[stored]
     save(tmp_path, content)
     on_cpu, on_gpu = (load(tmp_path, quantization, fp8=True, device=device) for device in ("cpu", "cuda"))
-    assert distance(logits(on_gpu, "cuda"), logits(on_cpu)) < 0.05
+    assert distance(logits(on_gpu, "cuda"), logits(on_cpu)) < 0.08

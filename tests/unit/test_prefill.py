@@ -26,11 +26,12 @@ def context(num_lanes):
         page_table=order.view(num_lanes, -1),
         rope_table=torch.randn(NUM_PAGES * BLOCK_SIZE, 2, HEAD_DIM // 2),
         norm_eps=1e-6,
+        num_heads=HEADS,
     )
 
 
 def attend(own, chunks, shapes, qkv):
-    pages = KVContext(own.kv.clone(), own.page_table, own.rope_table, own.norm_eps)
+    pages = KVContext(own.kv.clone(), own.page_table, own.rope_table, own.norm_eps, own.num_heads)
     return PrefillAttention(pages, chunks, shapes)(0, qkv, None), pages.kv
 
 
@@ -68,7 +69,7 @@ def test_the_last_layer_may_leave_out_rows_that_say_nothing(shapes):
     qkv = torch.randn(136 + 2, HEADS + 2 * KV_HEADS, HEAD_DIM)
     found = []
     for is_last in (False, True):
-        pages = KVContext(own.kv.clone(), own.page_table, own.rope_table, own.norm_eps)
+        pages = KVContext(own.kv.clone(), own.page_table, own.rope_table, own.norm_eps, own.num_heads)
         decode = DecodeAttention(pages, torch.tensor([3]), position, places, position + 1)
         attend = PrefillAttention(pages, chunks, shapes, decode)
         found.append((attend.last(0, qkv, None) if is_last else attend(0, qkv, None)[attend.wanted], pages.kv))
