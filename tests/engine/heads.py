@@ -1,4 +1,4 @@
-"""Draft heads for tiny engines: a random one on disk, and an oracle that knows what the model will say."""
+"""Draft heads for tests: a random one on disk, what it says, and an oracle that knows what the model will say."""
 
 import json
 import random
@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from minserve.memory.transfer import to_device
+from minserve.models.causal_lm import AuxStates
 from tests.engine.tiny import CONFIG, VOCAB
+from tests.unit.dense_attend import DenseAttend
 
 DRAFT_VOCAB = 60
 
@@ -62,6 +64,20 @@ def write_head(folder, hidden=CONFIG["hidden_size"], head_dim=8, seed=3, vocab=V
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def drafts_anew(engine, text, count):
+    """The head's drafts behind a text, greedily: one pass of the target over it, one of the head, then a chain."""
+    model, head = engine._runner._model, engine._runner._drafter._head
+    aux = AuxStates(head.config.aux_layers, torch.empty(len(text) - 1, 3 * model.config.hidden_size))
+    model(torch.tensor(text[:-1]), DenseAttend(model), aux)
+    attend = DenseAttend(head)
+    state = head(torch.tensor(text[1:]), head.combine(aux.states), attend)[-1:]
+    drafts = []
+    for _ in range(count):
+        drafts.append(int(head.to_target(head.logits(state).argmax(dim=-1))))
+        state = head(torch.tensor(drafts[-1:]), state, attend)
+    return drafts
 
 
 class Oracle:
