@@ -48,9 +48,9 @@ def drafting(with_head):
     runner._drafter = runner._decode._drafter = head
 
 
-def foretell(llm, completion, wrong, share_right=0.7):
+def foretell(llm, token_ids, wrong=THE, share_right=1.0):
     """Let an oracle draft for the next request, whose text is known."""
-    Oracle(llm.engine, {f"llm-{llm._num_requests + 1}": completion.token_ids}, share_right, wrong=lambda token: wrong)
+    Oracle(llm.engine, {f"llm-{llm._num_requests + 1}": token_ids}, share_right, wrong=lambda token: wrong)
 
 
 def tokens_of(deltas):
@@ -64,7 +64,7 @@ def test_text_tokens_and_logprobs_end_where_a_stop_does_inside_accepted_drafts(p
     [free] = plain.generate(prompt, **options)
     begin = next(at for at in range(16) if free.token_ids[at : at + 3] == [HA] * 3)
     for share_right in (0.0, 1.0):
-        foretell(drafting, free, wrong=THE, share_right=share_right)
+        foretell(drafting, free.token_ids, share_right=share_right)
         [stopped] = drafting.generate(prompt, stop=" ha ha ha", **options)
         assert stopped.text == drafting.tokenizer.decode(free.token_ids[:begin])
         assert stopped.token_ids == free.token_ids[: begin + 3]
@@ -122,9 +122,15 @@ def test_the_second_turn_of_a_chat_finds_as_much_of_the_first_with_drafts_as_wit
 def test_a_token_that_is_biased_away_never_appears_though_it_is_drafted(plain, drafting, banned, sampling):
     """sgl-project/sglang#10617"""
     prompt = "The history of the city begins with the river, and"
-    options = {"max_tokens": 40, "logit_bias": {banned: -100.0}, **sampling}
+    options = {"max_tokens": 40, "logit_bias": {banned: -100.0}, "logprobs": 1, **sampling}
     [without] = plain.generate(prompt, **options)
-    foretell(drafting, without, wrong=banned)
+    # The draft is the banned token wherever the model alone would say it, and elsewhere too.
+    wanted = [at for at, entry in enumerate(without.logprobs) if entry.top[0][0] == banned]
+    assert (len(wanted) > 3) == (banned == THE)
+    foretell(
+        drafting,
+        [banned if at in wanted or at % 4 == 3 else token for at, token in enumerate(without.token_ids)],
+    )
     [completion] = drafting.generate(prompt, **options)
     assert banned not in completion.token_ids
     assert completion.token_ids == without.token_ids
@@ -137,7 +143,7 @@ def test_a_repetition_penalty_holds_for_drafted_tokens(plain, drafting):
     messages = [{"role": "user", "content": "Repeat yes: yes yes yes yes yes yes yes yes"}]
     options = {"max_tokens": 40, "temperature": 0.0, "repetition_penalty": 1.5}
     without = plain.chat(messages, **options)
-    foretell(drafting, without, wrong=YES)
+    foretell(drafting, without.token_ids, wrong=YES, share_right=0.7)
     completion = drafting.chat(messages, **options)
     assert completion.token_ids == without.token_ids
     assert 0 < completion.accepted_tokens < completion.draft_tokens
@@ -149,7 +155,7 @@ def test_log_probabilities_of_accepted_drafts_are_the_models(plain, drafting):
     """vllm-project/vllm#17876 and #34497, ggml-org/llama.cpp#27972"""
     prompt, options = "Once upon a time, in a land far away,", {"max_tokens": 40, "temperature": 0.0, "logprobs": 2}
     [without] = plain.generate(prompt, **options)
-    foretell(drafting, without, wrong=THE)
+    foretell(drafting, without.token_ids, share_right=0.7)
     [completion] = drafting.generate(prompt, **options)
     assert completion.accepted_tokens > 10
     assert [entry.token_id for entry in completion.logprobs] == completion.token_ids == without.token_ids
@@ -167,7 +173,7 @@ def test_a_greedy_text_is_the_same_with_drafts(plain, drafting, share_right):
     prompt, options = "serving " * 48, {"max_tokens": 40, "temperature": 0.0}
     [without] = plain.generate(prompt, **options)
     if share_right is not None:
-        foretell(drafting, without, wrong=THE, share_right=share_right)
+        foretell(drafting, without.token_ids, share_right=share_right)
     [completion] = drafting.generate(prompt, **options)
     assert completion.token_ids == without.token_ids
     assert completion.draft_tokens > 0

@@ -10,7 +10,6 @@ from minserve.cli import engine_config_of, main, server_config_of
 from minserve.errors import ConfigError
 from minserve.flag_values import parse_size
 from minserve.flags import NOT_SUPPORTED, parse_args
-from tests.api.tiny import write_model_folder
 
 
 @pytest.fixture(autouse=True)
@@ -106,51 +105,6 @@ def test_sglangs_names_are_taken_too(tmp_path):
     assert server.served_model_names == ("org/name",)
     assert (engine.max_model_len, engine.gpu_memory_utilization) == (4096, 0.8)
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.enable_prefix_caching) == (3, 256, False)
-
-
-@pytest.fixture
-def engine_config_for(tmp_path, monkeypatch):
-    """engine_config_for(*argv) -> what the command would start its engine with. The default model and its head are
-    folders of ours."""
-    model, head = tmp_path / "model", tmp_path / "own-head"
-    model.mkdir()
-    head.mkdir()
-    write_model_folder(model)
-    monkeypatch.setattr("minserve.weights.default_model.ensure_default_model", lambda: model)
-    monkeypatch.setattr("minserve.weights.default_model.DEFAULT_HEAD", head)
-    started = []
-
-    async def launch(server_config, engine_config, *_):
-        started.append(engine_config)
-        return 0
-
-    monkeypatch.setattr("minserve.api.launch.launch", launch)
-
-    def config(*argv):
-        assert main(["--port", "0", *argv]) == 0
-        return started.pop()
-
-    return config
-
-
-def test_the_default_model_has_its_own_draft_head_unless_another_or_none_is_named(tmp_path, engine_config_for):
-    assert engine_config_for().draft_path == str(tmp_path / "own-head")
-    assert engine_config_for().num_draft_tokens is None
-    assert engine_config_for("--draft", "none").draft_path is None
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").touch()
-    (other / "model.safetensors").touch()
-    assert engine_config_for("--draft", str(other)).draft_path == str(other)
-
-
-def test_another_model_has_no_draft_head_unless_one_is_named(tmp_path, engine_config_for):
-    assert engine_config_for("--model", str(tmp_path / "model"), "--load-format", "dummy").draft_path is None
-
-
-def test_without_its_head_the_default_model_is_served_without_drafts(tmp_path, engine_config_for):
-    (tmp_path / "own-head").rmdir()
-    assert engine_config_for().draft_path is None
 
 
 def test_a_draft_head_is_a_folder_and_its_drafts_are_auto_or_a_number(tmp_path):
