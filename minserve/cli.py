@@ -48,7 +48,7 @@ def _serve(args: argparse.Namespace) -> int:
     from minserve.text.reasoning import reasoning_format
     from minserve.text.tokenizer import Tokenizer
     from minserve.text.toolcalls import tool_parser_class
-    from minserve.weights.hub import resolve_draft
+    from minserve.weights.default_model import find_draft
 
     # What can be wrong is found before anything that takes long.
     if args.tool_call_parser is not None:
@@ -64,7 +64,7 @@ def _serve(args: argparse.Namespace) -> int:
             model_folder,
             eos_token_ids=tokenizer.eos_token_ids,
             token_id_ranges=tokenizer.token_id_ranges,
-            draft_folder=None if args.draft is None else resolve_draft(args.draft),
+            draft_folder=find_draft(args.draft, args.model),
         )
         start_engine = partial(EngineClient.start, engine_timeout_s=args.engine_timeout)
         return uvloop.run(launch(server_config, engine_config, tokenizer, template, start_engine, sock))

@@ -21,8 +21,8 @@ from minserve.text.chat import ChatTemplate
 from minserve.text.detokenizer import Detokenizer
 from minserve.text.output import EndReason, Output, Piece
 from minserve.text.tokenizer import Tokenizer
-from minserve.weights.default_model import ensure_default_model
-from minserve.weights.hub import resolve_draft, resolve_model
+from minserve.weights.default_model import ensure_default_model, find_draft
+from minserve.weights.hub import resolve_model
 
 Prompt = str | Sequence[int]
 
@@ -64,8 +64,8 @@ class LLM:
     """A model in this process.
 
     model: a folder, a .gguf file or a hub name; None: the embedded default. draft: a folder or hub name of an EAGLE-3
-    head. engine: fields of EngineConfig, such as
-    max_model_len or kv_cache_memory. Raises ConfigError if the model cannot be served.
+    head, or "none"; None: the embedded default's own with that model, and none with others. engine: fields of
+    EngineConfig, such as max_model_len or kv_cache_memory. Raises ConfigError if the model cannot be served.
     """
 
     def __init__(
@@ -90,8 +90,9 @@ class LLM:
             "eos_token_ids": self.tokenizer.eos_token_ids,
             "token_id_ranges": self.tokenizer.token_id_ranges,
         }
-        if draft is not None:
-            of_model["draft_path"] = str(resolve_draft(draft))
+        draft_folder = find_draft(draft, model)
+        if draft_folder is not None:
+            of_model["draft_path"] = str(draft_folder)
         config = EngineConfig.checked(**(of_model | engine))
         self.engine = build_engine(config)
         self._num_requests = 0

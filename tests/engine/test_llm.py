@@ -8,6 +8,7 @@ from minserve import LLM, SamplingParams
 from minserve.errors import ConfigError, RequestError
 from minserve.protocol import MAX_REQUEST_STOP_TOKEN_IDS
 from tests.api.tiny import write_model_folder
+from tests.engine.heads import write_head
 from tests.engine.tiny import CONFIG
 
 TINY = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 2**22}
@@ -23,6 +24,30 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(folder):
     return LLM(str(folder), **TINY)
+
+
+@pytest.fixture
+def default_model(folder, tmp_path, monkeypatch):
+    """The folder takes the default model's place, and a head for it that of the default model's head."""
+    head = write_head(tmp_path / "head", vocab=272)
+    monkeypatch.setattr("minserve.llm.ensure_default_model", lambda: folder)
+    monkeypatch.setattr("minserve.weights.default_model.DEFAULT_HEAD", head)
+    return head
+
+
+def test_the_default_model_drafts_with_its_own_head_and_says_the_same_without(default_model):
+    drafting, plain = LLM(**TINY), LLM(draft="none", **TINY)
+    assert drafting.engine.info.draft.startswith("EAGLE-3 head (SpecForge)")
+    assert plain.engine.info.draft == ""
+    [ours], [theirs] = (llm.generate("hello", max_tokens=20, ignore_eos=True) for llm in (drafting, plain))
+    assert ours.token_ids == theirs.token_ids
+    assert ours.draft_tokens > 0
+    assert theirs.draft_tokens == 0
+
+
+def test_the_default_models_head_is_used_with_no_other_model_unless_it_is_named(default_model, folder):
+    assert LLM(str(folder), **TINY).engine.info.draft == ""
+    assert LLM(str(folder), draft=str(default_model), **TINY).engine.info.draft != ""
 
 
 def test_prompts_are_texts_or_token_ids_one_or_many(llm):

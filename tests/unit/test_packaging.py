@@ -1,5 +1,6 @@
 """The wheel: what is a link in the checkout is a real file there, and it works without the checkout."""
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -7,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from minserve.weights.default_model import DEFAULT_HEAD
+
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("pyproject.toml", "README.md", "LICENSE", "minserve", "kernels", "models")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
+FOLDERS = ("minserve", "kernels", "models")
+HEAD = ("config.json", "model.safetensors", "README.md")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -19,10 +24,18 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from links to the checkout's parts, so that no build folder appears in it."""
+    """Built from a copy of the checkout's parts, so that no build folder appears in it, with files in place of the
+    default model's head."""
     source = tmp_path_factory.mktemp("source")
-    for part in PARTS:
-        (source / part).symlink_to(ROOT / part)
+    for name in FILES:
+        shutil.copy(ROOT / name, source)
+    for name in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__", "heads")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    head = source / "models" / "heads" / DEFAULT_HEAD.name
+    head.mkdir(parents=True)
+    for name in HEAD:
+        (head / name).write_text(name)
     out = tmp_path_factory.mktemp("wheel")
     run("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, source, cwd=source)
     (path,) = out.glob("*.whl")
@@ -36,6 +49,22 @@ def test_the_wheel_holds_every_module_of_the_checkout(wheel: Path) -> None:
         modules |= {f"minserve/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
     assert packed == modules
+
+
+def test_the_default_models_head_lies_in_the_folder_of_models() -> None:
+    assert DEFAULT_HEAD.resolve() == ROOT / "models" / "heads" / "smollm2-135m-eagle3"
+
+
+@pytest.mark.slow
+def test_the_unpacked_wheel_finds_the_default_models_head(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "from minserve.weights.default_model import find_draft; print(find_draft(None, None))"
+    )
+    head = Path(run("-I", "-c", code, tmp_path, cwd=tmp_path).strip())
+    assert head.is_relative_to(tmp_path)
+    assert sorted(path.name for path in head.iterdir()) == sorted(HEAD)
 
 
 @pytest.mark.slow
