@@ -94,14 +94,14 @@ class RivalRun(NamedTuple):
 
 def run_rival(args: argparse.Namespace) -> RivalRun:
     """Run vLLM in a process of its own, from its start to its end."""
-    script = Path(__file__).with_name("rival_vllm.py")
-    # Our own PYTHONPATH would let its libraries find our folders `kernels` and `models`.
+    script = Path(__file__).resolve().with_name("rival_vllm.py")
+    # From here, or with our own PYTHONPATH, its libraries would find our folders `kernels` and `models`.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if args.rival_path:
         env["PYTHONPATH"] = os.path.abspath(args.rival_path)
     version, start_s, timings = "", float("nan"), dict[Work, Timing]()
     try:
-        for seconds, fields in reports([args.rival_python, str(script), *side_flags(args)], env):
+        for seconds, fields in reports([args.rival_python, str(script), *side_flags(args)], env, tempfile.gettempdir()):
             if "version" in fields:
                 version, start_s = fields["version"], seconds
                 record("bench_engine", side="vllm", config=args.config, version=version, start_s=start_s)

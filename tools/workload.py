@@ -241,13 +241,15 @@ def report(**fields: Any) -> None:
     print(MARK + json.dumps(fields), flush=True)
 
 
-def reports(command: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[tuple[float, dict[str, Any]]]:
+def reports(
+    command: Sequence[str], env: Mapping[str, str] | None = None, cwd: str | None = None
+) -> Iterator[tuple[float, dict[str, Any]]]:
     """(seconds since the process was started, what it reports). Whatever else it prints is passed on to stderr.
 
     It has ended when the last report has been taken. Raises ChildError if it ends with another status than 0.
     """
     begin = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", env=env) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", env=env, cwd=cwd) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(MARK):

@@ -29,12 +29,13 @@ from minserve.engine.sizing import choose_device, choose_dtype
 from minserve.llm import LLM
 from minserve.models.config import ModelConfig
 from minserve.weights.default_model import ensure_default_model
+from minserve.weights.eagle3 import load_eagle3
 from minserve.weights.hub import resolve_model
 
 from .answers import Lengths, Text, generate, read_texts
 from .evaluation import Row, evaluate, table, write_rows
 from .examples import choose_vocabulary, padded
-from .head import HeadShape, new_head, save_head, standard_aux_layers
+from .head import HeadShape, new_head, save_head, standard_aux_layers, take_values
 from .prompts import read_prompts, write_prompts
 from .sources import fetch, make_prompts
 from .target import Target
@@ -121,10 +122,15 @@ def make_trainer(args: argparse.Namespace, config: ModelConfig, texts: list[Text
     device = choose_device(engine)
     aux_layers = tuple(args.aux_layers or standard_aux_layers(config.num_layers))
     target = Target.from_folder(args.folder, aux_layers, device, choose_dtype(engine, config, device), num_positions)
+    given = None
+    if args.start_from is not None:
+        given = load_eagle3(args.start_from, config, device=device, dtype=torch.float32)
     place = args.out / "vocabulary.json"
     if not place.exists():
-        size = args.draft_vocab or config.vocab_size
-        place.write_text(json.dumps(choose_vocabulary(texts, size, config.vocab_size).tolist()))
+        ids = choose_vocabulary(texts, args.draft_vocab or config.vocab_size, config.vocab_size)
+        if given is not None and given.target_ids is not None:
+            ids = given.target_ids
+        place.write_text(json.dumps(ids.tolist()))
     target_ids = torch.tensor(json.loads(place.read_text()))
     shape = HeadShape(
         draft_vocab_size=len(target_ids),
@@ -134,6 +140,8 @@ def make_trainer(args: argparse.Namespace, config: ModelConfig, texts: list[Text
         own_lm_head=args.own_lm_head,
     )
     head = new_head(shape.config(config), target.model, target_ids.to(device))
+    if given is not None:
+        take_values(head, given)
     recipe = Recipe(
         seconds=None if args.steps is not None else _seconds(args, "train"),
         steps=args.steps,
@@ -227,6 +235,7 @@ def _add_flags(add: Callable[..., Any]) -> None:
     add("--window", type=int, default=2048, metavar="TOKENS", help="that it keeps beside the first 16 (default 2048)")
     add("--aux-layers", type=int, nargs=3, metavar="N", help="whose inputs it reads (default: 2, half, all but 3)")
     add("--intermediate-size", type=int, metavar="N", help="of its MLP (default: the target's)")
+    add("--start-from", type=Path, metavar="DIR", help="train: a head of the same shape to go on from, a new schedule")
     add("--own-lm-head", action="store_true", help="train and store one, instead of using the target's rows")
     add("--max-mib", type=float, metavar="MIB", help="fail if the head's file is larger")
     add("--batch-tokens", type=int, default=16384, metavar="N")

@@ -100,6 +100,17 @@ def new_head(config: Eagle3Config, target: CausalLM, target_ids: torch.Tensor) -
     return head.requires_grad_(True)
 
 
+def take_values(head: Eagle3Head, other: Eagle3Head) -> None:
+    """Begin where another head of the same shape is. Raises SystemExit if it has another."""
+    shapes, others = ({name: p.shape for name, p in each.named_parameters()} for each in (head, other))
+    differing = [name for name in shapes.keys() | others.keys() if shapes.get(name) != others.get(name)]
+    if differing:
+        raise SystemExit(f"--start-from has another shape: {', '.join(sorted(differing))}")
+    with torch.no_grad():
+        for own, value in zip(head.parameters(), other.parameters(), strict=True):
+            own.copy_(value)
+
+
 def _plain_weights(layer: nn.Module) -> dict[str, torch.Tensor]:
     """A layer's parameters by name, in float32 whatever they are kept in."""
     stored = dict(layer.named_parameters())
