@@ -119,18 +119,15 @@ class Scheduler:
 
     def _share_budget(self, decisions: Decisions) -> None:
         """Tokens for each running request: a decode's own, and chunks of prompts in order of arrival."""
+        budget = self._max_num_batched_tokens
         for request in self._running:
             if request.wants_no_more or not self._blocks.is_ready(request.id):
                 continue
-            budget = self._budget_left(decisions)
-            count = request.num_pending if request.is_decoding else request.num_next(budget, self._chunk_step)
-            if count:
+            if request.is_decoding:
+                decisions.counts[request] = 1
+            elif count := request.num_next(budget, self._chunk_step):
                 decisions.counts[request] = count
-
-    def _budget_left(self, decisions: Decisions) -> int:
-        """Tokens of prompts that the step has room for."""
-        taken = sum(count for request, count in decisions.counts.items() if not request.is_decoding)
-        return self._max_num_batched_tokens - taken
+                budget -= count
 
     def _find_pages(self, decisions: Decisions) -> None:
         """Give the planned tokens pages, the oldest request first."""
@@ -161,7 +158,9 @@ class Scheduler:
 
     def _admit(self, decisions: Decisions) -> None:
         """Start waiting requests, in order of arrival, while lanes, pages and budget last."""
-        while self._waiting and self._lanes.num_available and (budget := self._budget_left(decisions)) > 0:
+        taken = sum(count for request, count in decisions.counts.items() if not request.is_decoding)
+        budget = self._max_num_batched_tokens - taken
+        while self._waiting and self._lanes.num_available and budget > 0:
             request = self._waiting[0]
             assert not request.num_in_flight, "a request comes back before its launched step"
             cached = self._open(request, keep=self._reserve.keep_from(request))
@@ -174,6 +173,7 @@ class Scheduler:
             self._start(request, cached)
             if self._blocks.is_ready(request.id):
                 decisions.counts[request] = request.num_next(budget, self._chunk_step)
+                budget -= decisions.counts[request]
                 # Nothing had to be loaded, so if it decodes, its last token begins a block, where drafts find room too.
                 reach = request.reach(decisions.counts[request], decisions.num_drafts)
                 assert reach <= len(self._blocks.pages(request.id)) * BLOCK_SIZE
