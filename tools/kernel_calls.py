@@ -108,7 +108,8 @@ def pages(work: Work) -> torch.Tensor:
 def attention_calls(work: Work) -> Iterator[Call]:
     model, rows = work.model, work.rows
     table = empty(LANES, model.max_blocks, dtype=torch.int32)
-    for per_entry in (*ROWS_PER_ENTRY, TILE_ROWS):
+    tiles = (TILE_ROWS,) if work.dtype == torch.bfloat16 else ()  # in float32 prompts are attended with masks
+    for per_entry in (*ROWS_PER_ENTRY, *tiles):
         entries = max(1, rows // per_entry)
         q = work.floats(entries * per_entry, model.heads, model.head_dim)
         batch = DecodeBatch(table, empty(entries), empty(entries * per_entry), None)
