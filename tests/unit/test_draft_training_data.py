@@ -111,11 +111,12 @@ def test_a_trained_head_drafts_better_than_a_new_one(tmp_path):
     def accepted(folder, steps):
         main(["run", "--out", str(folder), "--steps", str(steps), *options])
         rows = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
-        return {row["temperature"]: row["tokens_per_step"] for row in rows if row["group"] == "chat"}
+        # At 0 such a model says the same few tokens over and over, and any head may happen to know them.
+        return {row["group"]: row["tokens_per_step"] for row in rows if row["temperature"] == 0.7}
 
     new, trained = accepted(tmp_path / "new", 0), accepted(tmp_path / "trained", 100)
     lines = [json.loads(line) for line in (tmp_path / "trained" / "training.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
-    assert trained[0.0] > new[0.0] + 0.3
-    assert trained[0.7] > new[0.7] + 0.2
+    assert trained["chat"] > new["chat"] + 0.2
+    assert trained["document"] > new["document"] + 0.2

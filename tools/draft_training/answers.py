@@ -18,8 +18,8 @@ from minserve.protocol import SamplingParams, Submit
 
 from .prompts import Prompt
 
-TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
-"""By turns: drafts are wanted for greedy text and for sampled text."""
+TEMPERATURES = (0.0, 0.7)
+"""By turns: drafts are wanted for greedy text and for sampled text, as users sample it."""
 
 TOP_P = 0.95
 MARGIN = 128

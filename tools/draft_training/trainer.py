@@ -39,13 +39,15 @@ BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.95), 0.01, 1.0
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """seconds or steps: how long; one of them. unroll: drafts of each chain; decay: what a draft weighs against the one
-    before it. prompt_weight, document_share: see `examples`."""
+    before it. temperature: at which both distributions are compared: below 1 what is hardly ever sampled counts less.
+    prompt_weight, document_share: see `examples`."""
 
     seconds: float | None = None
     steps: int | None = None
     batch_tokens: int = 16384
     unroll: int = 5
     decay: float = 0.8
+    temperature: float = 1.0
     learning_rate: float = 1e-3
     prompt_weight: float = 0.1
     document_share: float = 0.35
@@ -174,12 +176,17 @@ class Trainer:
             weights = weights * (self._recipe.weight(step) / max(float(weights.sum()), 1e-6))
             chosen.append((self._to_device(rows), self._to_device(weights)))
         states = self._target.states(token_ids)
-        probabilities = target_probabilities(states.hidden, self._rows)
+        # Logits are linear in the hidden states.
+        probabilities = target_probabilities(states.hidden / self._recipe.temperature, self._rows)
         total = torch.zeros((), device=self._device)
         for step, drafted in enumerate(self._unroll(token_ids, states.aux, self._recipe.unroll)):
             rows, weights = chosen[step]
             total = total + soft_cross_entropy(
-                drafted.hidden[rows], drafted.lm_head, probabilities, rows + 1 + step, weights
+                drafted.hidden[rows] / self._recipe.temperature,
+                drafted.lm_head,
+                probabilities,
+                rows + 1 + step,
+                weights,
             )
         return total
 
