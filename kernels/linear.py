@@ -47,11 +47,12 @@ class Tile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A tile for up to so many rows and up to so many outputs."""
+    """A tile for up to so many rows and outputs, and inputs of at least so many."""
 
     max_rows: int
     max_out: int
     tile: Tile
+    min_in: int = 0
 
 
 # What no line is for is cuBLAS's. `python tools/bench_kernels.py linear` prints lines; the first that fits is taken.
@@ -65,6 +66,7 @@ LINEAR_CHOICES: tuple[Choice, ...] = (
     Choice(16, 32768, Tile(128, 128, 4, 3)),
     Choice(16, 2**18, Tile(64, 128, 4, 4)),
     Choice(32, 6144, Tile(64, 128, 4, 6)),
+    Choice(64, 4096, Tile(64, 128, 4, 6, splits=2), min_in=8192),
 )
 SILU_MUL_CHOICES: tuple[Choice, ...] = (
     Choice(1, 16384, Tile(4, 1024, 4, 1, tensor_cores=False)),
@@ -76,7 +78,7 @@ SILU_MUL_CHOICES: tuple[Choice, ...] = (
 def choose_tile(choices: tuple[Choice, ...], rows: int, size_in: int, size_out: int) -> Tile | None:
     """The tile to multiply [rows, in] with on the GPU; None where torch should."""
     for choice in choices:
-        fits = size_in % (choice.tile.block_k * choice.tile.splits) == 0
+        fits = size_in >= choice.min_in and size_in % (choice.tile.block_k * choice.tile.splits) == 0
         if 0 < rows <= choice.max_rows and size_out <= choice.max_out and fits:
             return choice.tile
     return None

@@ -116,8 +116,8 @@ def attention_calls(work: Work) -> Iterator[Call]:
         yield functools.partial(decode_attention_triton, q, pages(work), batch)
     k = work.floats(model.kv_heads, rows * BLOCK_SIZE, model.head_dim)
     yield lambda: gather_keys_triton(pages(work), table[0], rows - 1, k, torch.empty_like(k), rows)
-    outs = work.floats(rows, 2 * rows, model.heads, model.head_dim)
-    yield lambda: merge_attention_triton(outs, empty(rows, model.heads, 2 * rows, dtype=torch.float32))
+    outs = [work.floats(2 * rows, model.heads, model.head_dim)] * 3
+    yield lambda: merge_attention_triton(outs, empty(3, model.heads, 2 * rows, dtype=torch.float32))
 
 
 def linear_calls(work: Work) -> Iterator[Call]:
@@ -133,7 +133,7 @@ def linear_calls(work: Work) -> Iterator[Call]:
     )
     for size_in, size_out in projections:
         x, weight = work.floats(rows, size_in), work.floats(size_out, size_in)
-        chosen = choose_tile(LINEAR_CHOICES, rows, size_in, size_out)
+        chosen = choose_tile(LINEAR_CHOICES, rows, size_in, size_out) if work.dtype == torch.bfloat16 else None
         for tile in (*filter(None, [chosen]), *EXAMPLE_TILES):
             if rows > 1 and not tile.tensor_cores:
                 continue
@@ -141,7 +141,8 @@ def linear_calls(work: Work) -> Iterator[Call]:
             if tile.splits > 1:
                 yield functools.partial(linear_triton, x, weight, work.floats(size_out), tile)
     x, weight = work.floats(rows, model.hidden), work.floats(2 * model.mlp, model.hidden)
-    if fused := choose_tile(SILU_MUL_CHOICES, rows, model.hidden, model.mlp):
+    fused = choose_tile(SILU_MUL_CHOICES, rows, model.hidden, model.mlp)
+    if fused is not None and work.dtype == torch.bfloat16:  # as `linear` chooses
         yield functools.partial(linear_silu_mul_triton, x, weight, None, fused)
     yield functools.partial(linear_silu_mul_triton, x, weight, None, EXAMPLE_TILES[2])
 

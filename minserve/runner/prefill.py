@@ -36,8 +36,9 @@ from minserve.memory.transfer import to_device
 from minserve.runner.attention import DecodeAttention, KVContext
 
 KEY_STEP = 1024
-PIECE_KEYS = (8 * KEY_STEP, 2 * KEY_STEP, KEY_STEP)
-"""Sizes of the pieces that earlier KV is cut into, the largest first; the last is the step."""
+PIECE_KEYS = tuple(KEY_STEP << power for power in range(7, -1, -1))
+"""Sizes of the pieces that earlier KV is cut into, the largest first; the last is the step. There is at most one of
+each but the largest."""
 
 SHORT_PAIRS = 2**19
 """Rows times keys of the longest chunk that is cut into tiles: 16 rows at the end of 32K tokens, or a prompt of 724."""
@@ -216,13 +217,11 @@ class _FlashChunk:
         if not self._pieces:
             return own
         padded = _padded(q, 0, self._num_rows)
-        outs, lses = q.new_empty(1 + len(self._pieces), *q.shape), []
-        outs[0] = own
-        lses.append(own_lse)
-        for number, (first, num_keys) in enumerate(self._pieces, 1):
+        outs, lses = [own.contiguous()], [own_lse]
+        for first, num_keys in self._pieces:
             keys, values = self._gather(kv, first, num_keys, num_keys)
             out, lse = flash_attention(padded, keys, values, causal=False)
-            outs[number] = out[: self._num_tokens]
+            outs.append(out[: self._num_tokens].contiguous())
             lses.append(lse[:, : self._num_tokens])
         return merge_attention(outs, torch.stack(lses))
 

@@ -107,7 +107,7 @@ def test_every_chunk_finds_its_shape_among_the_planned_ones(max_tokens):
             assert (side, side, True) in planned
         rows = shapes.row_size(count)
         assert rows >= count
-        assert {(rows, keys, False) for keys in PIECE_KEYS} <= planned
+        assert {(rows, keys, False) for keys in PIECE_KEYS if keys < 40_960} <= planned
 
 
 def test_a_short_context_plans_no_more_than_it_can_need():
