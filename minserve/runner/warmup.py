@@ -90,11 +90,14 @@ def _longest_chunks(num_tokens: int, num_lanes: int, context_len: int, *, at_the
 
 @torch.inference_mode()
 def compile_tiles(context: KVContext) -> None:
-    """Have Triton compile the attention of short chunks now. Reads a page, whoever's it is, and writes nothing."""
+    """Have Triton compile the attention of short chunks now: of one tile, some, and many, which are split into more or
+    fewer parts. Reads a page, whoever's it is, and writes nothing."""
     kv, rows = context.kv[0], tile_rows(context.num_heads // context.kv.shape[2])
-    q = kv.new_zeros(rows, context.num_heads, kv.shape[-1])
-    lane, lengths = (torch.full((n,), value, device=kv.device) for n, value in ((1, 0), (rows, 1)))
-    decode_attention(q, kv, decode_batch(context.page_table, lane, lengths, kv))
+    for num_tiles in (1, 32, 256):
+        q = kv.new_zeros(num_tiles * rows, context.num_heads, kv.shape[-1])
+        lanes = torch.zeros(num_tiles, dtype=torch.int64, device=kv.device)
+        lengths = torch.ones(num_tiles * rows, dtype=torch.int64, device=kv.device)
+        decode_attention(q, kv, decode_batch(context.page_table, lanes, lengths, kv))
 
 
 @torch.inference_mode()

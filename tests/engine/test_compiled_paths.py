@@ -33,6 +33,13 @@ pytestmark = [
 ]
 
 MODEL = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 48, "head_dim": 64}
+
+
+def device_batch(page_table, lanes, lengths, kv):
+    """What `decode_batch` makes on a GPU."""
+    return DecodeBatch(page_table, lanes, lengths, None, torch.zeros(len(lanes) * kv.shape[1], dtype=torch.int32))
+
+
 KERNELS = {
     "minserve.models.layers": {
         "rms_norm": rms_norm_triton,
@@ -41,17 +48,21 @@ KERNELS = {
     },
     "minserve.runner.attention": {
         "norm_rope_store": norm_rope_store_triton,
-        "decode_batch": lambda page_table, lanes, lengths, _: DecodeBatch(page_table, lanes, lengths, None),
+        "decode_batch": device_batch,
         "decode_attention": decode_attention_triton,
     },
     "minserve.runner.prefill": {
+        "decode_batch": lambda page_table, lanes, lengths, _: DecodeBatch(page_table, lanes, lengths, None),
+        "decode_attention": decode_attention_triton,
+        "decode_batch": device_batch,
+        "decode_attention": decode_attention_triton,
         "norm_rope_store": norm_rope_store_triton,
         "gather_keys": gather_keys_triton,
         "merge_attention": merge_attention_triton,
     },
     "minserve.spec.draft": {
         "norm_rope_store": norm_rope_store_triton,
-        "decode_batch": lambda page_table, lanes, lengths, _: DecodeBatch(page_table, lanes, lengths, None),
+        "decode_batch": device_batch,
         "decode_attention": decode_attention_triton,
         "draw": draw_triton,
     },

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minserve.kernels.decode_attention import FEW_SPLITS, choose_min_keys, choose_splits
 from minserve.runner import warmup
 from minserve.runner.prefill import FlashShapes
 from minserve.spec.draft import Drafter, NoDrafter
@@ -55,3 +56,13 @@ def test_chunks_fill_the_step_as_far_as_lanes_and_contexts_go():
     assert spans(100, at_the_end=True) == [(412, 512)]
     assert spans(1100, at_the_end=True) == [(0, 512), (0, 512), (436, 512)]
     assert spans(9000, at_the_end=True) == [(0, 512)] * 4
+
+
+def test_the_attention_of_short_chunks_is_compiled_for_every_way_to_split_it(tmp_path, monkeypatch):
+    engine = tiny_engine(tmp_path)
+    found = []
+    monkeypatch.setattr(warmup, "decode_attention", lambda q, kv, batch: found.append((len(q), len(batch.lanes))))
+    warmup.compile_tiles(engine._runner._context)
+    assert [rows // tiles for rows, tiles in found] == [16] * 3
+    splits = [choose_splits(tiles * 8, 40960, choose_min_keys(tiles * 8, 132), 132) for _, tiles in found]
+    assert splits[0] > FEW_SPLITS >= splits[1] > splits[2] == 1
