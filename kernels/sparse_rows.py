@@ -1,0 +1,196 @@
+"""The rows of sparse lanes as attention sees them: keys in pages named by a table, and how many of them.
+
+A sparse lane has K + 3 pages. Its page table's columns are
+
+    [0, K)        slots: full blocks, for each layer and KV head of its own choice
+    [K, K + 3)    the ring: block b in column K + b % 3, for all of them
+
+and a row at position p sees all filled slots, and of the ring the blocks [start, p // 16], up to p. RoPE is in the keys
+already, so the order is free. This one makes it an ordinary row of `decode_attention`, dense and sparse lanes alike:
+
+    filled slots 0, 1, ... | block start | start + 1 | start + 2         length = 16 filled + p + 1 - 16 start
+
+So that kernel needs no change: it is given `SparseRows.page_table`, whose rows are entries, in place of the lanes' own.
+
+**How many slots are filled is one number for each lane**: min(start, K), the same for all layers and heads, kept
+nowhere. Slots fill from 0 up and are never emptied. While K blocks or fewer have left the ring, each head holds all of
+them: a block that leaves goes into an empty slot wherever there is one (`retire_block` does not even ask the ranking
+then), and nothing that is held is missed, so no fetch takes a slot. From then on all are full, and a block only takes
+another's place. Demotion and loading keep that, if they fill the first min(start, K) slots of each head.
+
+The ring starts one block before the one that a step's first row is in, a step late. A background pass works beside its
+step's foreground and knows only where that step began; it retires what the *next* step's ring will not have:
+
+    start(t + 1) = max((num_tokens(t) - 1) // 16 - 1, 0)       retired by the background of t: [start(t), start(t + 1))
+
+In the step that crosses into a new block, the ring is that block and two before it. Its rows must not reach the block
+behind, whose page is that of the block being retired. They do not if the drafts that one step accepts and the drafts of
+the next are 15 at most, together: the first row is then at most `accepted` behind the block's edge.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from minserve.kernels.masked_write import write_where
+
+RING = 3
+"""Local pages."""
+
+
+def ring_column(block: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """The column of a sparse lane's page table in which a block of the ring lies."""
+    return num_slots + block % RING
+
+
+class Ring(NamedTuple):
+    """Of each entry, [entries] int64; 0 for who is not sparse. A step's rows see the ring from `start` on.
+
+    next_start: where the next step's starts. [1, next_start) are the blocks that this step ranks.
+    retiring: the block that leaves; -1: none.
+    """
+
+    start: torch.Tensor
+    next_start: torch.Tensor
+    retiring: torch.Tensor
+
+
+def advance_ring(
+    num_tokens: torch.Tensor,
+    ring_start: torch.Tensor,
+    sparse: torch.Tensor,
+    lanes: torch.Tensor,
+    block_size: int = 16,
+) -> Ring:
+    """A step's ring, by the lanes' tables as the step finds them; ring_start moves on to the next step's.
+
+    num_tokens, ring_start: [num_lanes] int64, ring_start: set to (num_tokens - 1) // 16 - 1, or 0, when a lane becomes
+    sparse; sparse: [num_lanes] bool; lanes: [entries] int64, no lane twice, -1: padding.
+    """
+    assert num_tokens.shape == ring_start.shape == sparse.shape, (num_tokens.shape, ring_start.shape, sparse.shape)
+    assert num_tokens.dtype == ring_start.dtype == lanes.dtype == torch.int64
+    assert sparse.dtype == torch.bool, sparse.dtype
+    return advance_ring_reference(num_tokens, ring_start, sparse, lanes, block_size)
+
+
+def advance_ring_reference(
+    num_tokens: torch.Tensor, ring_start: torch.Tensor, sparse: torch.Tensor, lanes: torch.Tensor, block_size: int
+) -> Ring:
+    lane = lanes.clamp_min(0)
+    takes_part = (lanes >= 0) & sparse[lane]
+    start = ring_start[lane]
+    wanted = (num_tokens[lane] - 1) // block_size - 1
+    # One block a step, whatever happens: there is one retirement.
+    next_start = wanted.maximum(start).minimum(start + 1)
+    write_where(ring_start, lanes, next_start, takes_part)
+    retiring = torch.where(takes_part & (next_start > start), start, -1)
+    return Ring(torch.where(takes_part, start, 0), torch.where(takes_part, next_start, 0), retiring)
+
+
+class SparseRows(NamedTuple):
+    """The arguments of `decode_batch` and the places of `norm_rope_store`, for a step of dense and sparse lanes.
+
+    page_table: [entries, columns] int32; entries: [entries] int64, an entry's row of it, -1: padding;
+    lengths, places: [rows] int64.
+    """
+
+    page_table: torch.Tensor
+    entries: torch.Tensor
+    lengths: torch.Tensor
+    places: torch.Tensor
+
+
+def sparse_rows(
+    lengths: torch.Tensor,
+    places: torch.Tensor,
+    page_table: torch.Tensor,
+    sparse: torch.Tensor,
+    lanes: torch.Tensor,
+    start: torch.Tensor,
+    num_slots: int,
+    block_size: int = 16,
+) -> SparseRows:
+    """A step's rows, once for all layers. Those of other lanes than sparse ones stay as they are.
+
+    lengths, places: [rows] int64 from `step_inputs`: the tokens up to and with the row's own, 0: none; and -1 where
+        nothing is stored. The place that stands there for a sparse row is not looked at
+    page_table: [num_lanes, columns] int32, contiguous, columns >= K + 3; sparse: [num_lanes] bool
+    lanes: [entries] int64, -1: padding; start: [entries] int64, Ring.start; num_slots: K.
+    """
+    (entries,) = lanes.shape
+    num_lanes, columns = page_table.shape
+    assert lengths.shape == places.shape == (len(lengths),), (lengths.shape, places.shape)
+    assert len(lengths) % max(entries, 1) == 0, (lengths.shape, lanes.shape)
+    assert (sparse.shape, start.shape) == ((num_lanes,), (entries,)), (sparse.shape, start.shape)
+    assert all(tensor.dtype == torch.int64 for tensor in (lengths, places, lanes, start))
+    assert (page_table.dtype, sparse.dtype) == (torch.int32, torch.bool), (page_table.dtype, sparse.dtype)
+    assert 1 <= num_slots <= columns - RING, (num_slots, columns)
+    return sparse_rows_reference(lengths, places, page_table, sparse, lanes, start, num_slots, block_size)
+
+
+def sparse_rows_reference(
+    lengths: torch.Tensor,
+    places: torch.Tensor,
+    page_table: torch.Tensor,
+    sparse: torch.Tensor,
+    lanes: torch.Tensor,
+    start: torch.Tensor,
+    num_slots: int,
+    block_size: int,
+) -> SparseRows:
+    lane = lanes.clamp_min(0)
+    is_sparse = ((lanes >= 0) & sparse[lane])[:, None]
+    filled = start.clamp_max(num_slots)[:, None]
+    column = torch.arange(page_table.shape[1], device=lanes.device)
+    seen = torch.where(is_sparse & (column >= filled), ring_column(start[:, None] + column - filled, num_slots), column)
+    table = page_table[lane]
+
+    length = lengths.view(len(lanes), -1)
+    shorter = (length - block_size * (start[:, None] - filled)).maximum(torch.zeros_like(length))
+    position = length - 1
+    page = table.gather(1, ring_column(position // block_size, num_slots)).to(torch.int64)
+    own_place = torch.where(places.view(length.shape) >= 0, page * block_size + position % block_size, -1)
+    return SparseRows(
+        table.gather(1, seen),
+        torch.where(lanes >= 0, torch.arange(len(lanes), device=lanes.device), -1),
+        torch.where(is_sparse, shorter, length).flatten(),
+        torch.where(is_sparse, own_place, places.view(length.shape)).flatten(),
+    )
+
+
+def sparse_attention_reference(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    page_table: torch.Tensor,
+    slot_block: torch.Tensor,
+    lanes: torch.Tensor,
+    lengths: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """What rows of sparse lanes attend to, by the maps and not by order: the oracle of all the above. In float32.
+
+    q: [rows, heads, head_dim]; kv: [pages, kv_heads, 2, 16, head_dim], one layer's; page_table: [num_lanes, columns]
+    int32; slot_block: [num_lanes, kv_heads, K] int32; lanes, start: [entries] int64; lengths: [rows] int64, as
+    `step_inputs` gives them. Returns [rows, heads, head_dim] in q's dtype; 0 for a row that sees nothing.
+    """
+    num_rows, heads, head_dim = q.shape
+    (entries,), (_, kv_heads, num_slots), block_size = lanes.shape, slot_block.shape, kv.shape[3]
+    lane = lanes.clamp_min(0)
+    pages = page_table[lane, : num_slots + RING].to(torch.int64)
+    held = kv[pages].permute(3, 0, 2, 1, 4, 5).to(torch.float32)  # [2, entries, kv_heads, columns, 16, head_dim]
+
+    # Which keys a row sees: [entries, rows of one, kv_heads, columns, 16].
+    length = lengths.view(entries, -1, 1, 1, 1)
+    ahead = (torch.arange(num_slots, num_slots + RING, device=q.device) - ring_column(start[:, None], num_slots)) % RING
+    position = (start[:, None] + ahead)[..., None] * block_size + torch.arange(block_size, device=q.device)
+    in_ring = (position[:, None, None] < length).expand(-1, -1, kv_heads, -1, -1)
+    in_slot = (slot_block[lane] >= 0)[:, None, :, :, None] & (length > 0)
+    seen = torch.cat((in_slot.expand(-1, in_ring.shape[1], -1, -1, block_size), in_ring), dim=3)
+    seen = (seen & (lanes >= 0).view(-1, 1, 1, 1, 1)).flatten(3)
+
+    k, v = held.flatten(3, 4).masked_fill(~seen.any(dim=1)[..., None], 0.0)
+    grouped = q.to(torch.float32).view(entries, -1, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("erhgd,ehkd->erhgk", grouped, k) / math.sqrt(head_dim)
+    weights = scores.masked_fill(~seen[:, :, :, None], -torch.inf).softmax(dim=-1).nan_to_num(nan=0.0)
+    return torch.einsum("erhgk,ehkd->erhgd", weights, v).reshape(num_rows, heads, head_dim).to(q.dtype)

@@ -1,0 +1,114 @@
+"""Lanes with working sets in any state that the rules allow, as plain lists and as tensors, for the tests beside it."""
+
+import random
+
+import torch
+
+from minserve.config import BLOCK_SIZE
+from minserve.kernels.select_blocks import SlotMaps
+
+
+class Lanes:
+    """Tables of a few lanes and one layer, filled at random.
+
+    ring_start[lane]: the first block of its ring. Slots hold block 0 and others that have left the ring. Where `empty`
+    is False, as many slots are filled as can be; else any are empty, wherever they stand.
+    """
+
+    def __init__(self, seed, *, num_lanes=4, kv_heads=2, num_slots=6, max_blocks=20, empty=True, clock=5):
+        self.random = random.Random(seed)
+        self.num_lanes, self.kv_heads = num_lanes, kv_heads
+        self.num_slots, self.max_blocks = num_slots, max_blocks
+        self.ring_start = [self.random.randrange(max_blocks - 3) for _ in range(num_lanes)]
+        self.slot_block = [[self._slots(start, empty) for _ in range(kv_heads)] for start in self.ring_start]
+        # Few values, so that many are equal.
+        self.slot_used = self._each(num_slots, lambda: self.random.randrange(clock))
+        self.sparse = [self.random.random() < 0.8 for _ in range(num_lanes)]
+
+    def _slots(self, start, empty):
+        blocks = [0] * (start > 0) + self.random.sample(range(1, max(start, 1)), max(min(start, self.num_slots) - 1, 0))
+        if empty:
+            blocks = [block for block in blocks if block == 0 or self.random.random() < 0.7]
+        blocks += [-1] * (self.num_slots - len(blocks))
+        if empty or -1 not in blocks:
+            self.random.shuffle(blocks)
+        return blocks
+
+    def _each(self, size, draw):
+        return [[[draw() for _ in range(size)] for _ in range(self.kv_heads)] for _ in range(self.num_lanes)]
+
+    def block_slot(self):
+        """What the maps say the other way round."""
+        inverse = self._each(self.max_blocks, lambda: -1)
+        for lane, heads in enumerate(self.slot_block):
+            for head, slots in enumerate(heads):
+                for slot, block in enumerate(slots):
+                    if block >= 0:
+                        inverse[lane][head][block] = slot
+        return inverse
+
+    def maps(self, device):
+        tables = (self.slot_block, self.slot_used, self.block_slot())
+        return SlotMaps(*(torch.tensor(table, dtype=torch.int32, device=device) for table in tables))
+
+    def entries(self, count):
+        """Some lanes in any order, and padding between them."""
+        lanes = self.random.sample(range(self.num_lanes), min(count, self.num_lanes))
+        return [lane if self.random.random() < 0.85 else -1 for lane in lanes]
+
+    def ranking(self, lanes, advance=0, values=4):
+        """[entries][kv_heads][blocks] scores of few values for blocks [1, ring_start + advance), -inf elsewhere."""
+        return [
+            [
+                [
+                    float(self.random.randrange(values)) if 1 <= block < self.start(lane) + advance else -float("inf")
+                    for block in range(self.max_blocks)
+                ]
+                for _ in range(self.kv_heads)
+            ]
+            for lane in lanes
+        ]
+
+    def start(self, lane):
+        return self.ring_start[lane] if lane >= 0 else 0
+
+
+def first_wanted(scores, count):
+    """Of one head's list of scores, the count best, lower blocks first: a set of blocks."""
+    ranked = [block for block, score in enumerate(scores) if score > -float("inf")]
+    return set(sorted(ranked, key=lambda block: (-scores[block], block))[:count])
+
+
+def mask(sets, num_blocks, device):
+    """[entries][kv_heads] sets of blocks as bool [entries, kv_heads, num_blocks]."""
+    rows = [[[block in own for block in range(num_blocks)] for own in heads] for heads in sets]
+    return torch.tensor(rows, dtype=torch.bool, device=device).view(len(sets), -1, num_blocks)
+
+
+def victims(slots, used, wanted):
+    """The slots of one head that may be taken, in the order in which they are."""
+    empty = [slot for slot, block in enumerate(slots) if block < 0]
+    unwanted = [slot for slot, block in enumerate(slots) if block > 0 and block not in wanted]
+    return empty + sorted(unwanted, key=lambda slot: (used[slot], slot))
+
+
+def assert_consistent(maps, ring_start=None):
+    """Maps are inverse, nothing is held twice, and nothing that is in a ring: ring_start [num_lanes] if given."""
+    slot_block, block_slot = maps.slot_block.tolist(), maps.block_slot.tolist()
+    for lane, heads in enumerate(slot_block):
+        for head, slots in enumerate(heads):
+            held = {block: slot for slot, block in enumerate(slots) if block >= 0}
+            assert len(held) == sum(block >= 0 for block in slots), "held twice"
+            inverse = {block: slot for block, slot in enumerate(block_slot[lane][head]) if slot >= 0}
+            assert inverse == held
+            assert ring_start is None or all(block < ring_start[lane] for block in held)
+
+
+def pages_for(lanes, columns, device):
+    """[num_lanes, columns] int32: pages of their own for every lane, in no order."""
+    return torch.randperm(lanes * columns).to(device, torch.int32).view(lanes, columns)
+
+
+def blocks_of_text(*shape, device, dtype, head_dim=4):
+    """Random K and V [*shape, 2, 16, head_dim], no two alike."""
+    return torch.randn(*shape, 2, BLOCK_SIZE, head_dim, device=device).to(dtype)
