@@ -37,7 +37,7 @@ MODEL = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 48, "he
 
 def device_batch(page_table, lanes, lengths, kv):
     """What `decode_batch` makes on a GPU."""
-    return DecodeBatch(page_table, lanes, lengths, None, torch.zeros(len(lanes) * kv.shape[1], dtype=torch.int32))
+    return DecodeBatch(page_table, lanes, lengths, None)
 
 
 KERNELS = {
@@ -52,8 +52,6 @@ KERNELS = {
         "decode_attention": decode_attention_triton,
     },
     "minserve.runner.prefill": {
-        "decode_batch": lambda page_table, lanes, lengths, _: DecodeBatch(page_table, lanes, lengths, None),
-        "decode_attention": decode_attention_triton,
         "decode_batch": device_batch,
         "decode_attention": decode_attention_triton,
         "norm_rope_store": norm_rope_store_triton,
