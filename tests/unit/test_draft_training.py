@@ -11,7 +11,7 @@ from tests.unit.dense_attend import DenseAttend
 from tests.unit.draft_training_model import DRAFT_VOCAB, disturb, make_head, make_target, random_texts
 from tools.draft_training.attention import ChainAttention, ChainMasks
 from tools.draft_training.examples import batches, choose_vocabulary, collate
-from tools.draft_training.head import save_head, standard_aux_layers, unroll
+from tools.draft_training.head import save_head, standard_aux_layers, take_values, unroll
 from tools.draft_training.loss import soft_cross_entropy, target_probabilities
 from tools.draft_training.trainer import Recipe, Trainer
 
@@ -122,6 +122,17 @@ def test_a_saved_head_is_loaded_as_it_was(tmp_path, changes, own_lm_head):
     assert torch.equal(loaded.target_ids, head.target_ids)
     for name, parameter in head.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+def test_training_may_begin_where_another_head_of_the_same_shape_is(tmp_path):
+    target = make_target(tmp_path)
+    head, other, wider = make_head(target), make_head(target), make_head(target, intermediate_size=64)
+    disturb(other)
+    take_values(head, other)
+    for own, value in zip(head.parameters(), other.parameters(), strict=True):
+        assert torch.equal(own, value)
+    with pytest.raises(SystemExit, match="layers.0.mlp.down_proj.weight, layers.0.mlp.gate_up_proj.weight"):
+        take_values(wider, other)
 
 
 def test_the_three_layers_are_the_published_rule_where_there_are_enough():
