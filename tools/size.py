@@ -18,7 +18,7 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 14200
+BUDGET_CODE_LINES = 15200
 """Lines of code outside tests/. A commit may raise it, and says why.
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
@@ -26,7 +26,8 @@ what is wrong in flags, fields and model files, which nobody would give back; th
 GPU's kernels (1300), graphs, fixed shapes and FP8 (500), and the benchmarks that set all of it beside vLLM (1100).
 12000: reasoning, streamed calls in two formats, processes for templates (600), and what a server that strangers reach
 needs (600): room for each key, slow clients, other origins, /openapi.json. 14200: the training of draft heads (1250),
-a tenth of it the questions that a model is asked.
+a tenth of it the questions that a model is asked. 15200: structured output (600), half of it to say what is wrong with
+a request and to try a client's grammar where it can do no harm; 200 had gone unnoticed before.
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

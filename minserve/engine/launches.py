@@ -6,11 +6,12 @@ Does not know: pages, the queue, or what a result means for a request.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minserve.engine.decisions import Decisions, Launched
 from minserve.engine.plan import LaneSetup, StepPlan, StepResult
 from minserve.engine.request import Request
+from minserve.grammar import Grammars, Matcher
 from minserve.protocol import TokenLogprobs
 from minserve.spec.lengths import DraftLengths
 
@@ -25,10 +26,11 @@ class Yield(NamedTuple):
 
 
 class Launches:
-    """drafts: how many each step proposes; the next one verifies them."""
+    """drafts: how many each step proposes; the next one verifies them. grammars: whose masks a plan brings."""
 
-    def __init__(self, drafts: DraftLengths) -> None:
+    def __init__(self, drafts: DraftLengths, grammars: Grammars) -> None:
         self._drafts = drafts
+        self._grammars = grammars
         self._under_way: deque[tuple[int, list[Launched]]] = deque()
         self.last_step = 0
         self.num_proposed = 0
@@ -47,6 +49,7 @@ class Launches:
         launched.sort(key=lambda entry: entry.chunk is None)
         samples = [entry.request.next_sample() for entry in launched if entry.samples]
         self.num_proposed = self._drafts.choose([e.request.num_tokens for e in launched if e.samples])
+        masked = [(e.request, e.request.matcher) for e in launched if e.samples and e.request.matcher is not None]
         self.last_step += 1
         self._under_way.append((self.last_step, launched))
         return StepPlan(
@@ -58,7 +61,16 @@ class Launches:
             num_drafts=decisions.num_drafts,
             samples=samples,
             num_proposals=self.num_proposed,
+            **self._masks(masked),
         )
+
+    def _masks(self, constrained: Sequence[tuple[Request, Matcher]]) -> dict[str, Any]:
+        """What a plan says of these requests' next tokens."""
+        if not constrained:
+            return {}
+        requests, matchers = zip(*constrained, strict=True)
+        masks = self._grammars.masks(matchers, [request.barred for request in requests])
+        return {"masked": [request.lane for request in requests], "masks": masks}
 
     def take(self, result: StepResult) -> Iterator[Yield]:
         """The result of the oldest step under way, request by request."""
@@ -85,7 +97,7 @@ def _advance(request: Request, count: int, num_drafts: int) -> Launched:
         num_computed=request.num_computed,
         samples=request.num_computed == request.num_tokens,
         chunk=chunk,
-        num_drafts=num_drafts if chunk is None else 0,
+        num_drafts=num_drafts if chunk is None and request.matcher is None else 0,
     )
     request.num_in_flight += entry.samples
     request.num_drafts_in_flight += entry.num_drafts
