@@ -190,7 +190,7 @@ def _penalized(
     return x
 
 
-@triton.jit(do_not_specialize=["rows_per_entry"])
+@triton.jit(do_not_specialize=["rows_per_entry", "num_words"])
 def _penalize_kernel(
     logits, lanes, prompt_seen, output_counts, drafts, repetition, presence, frequency, constrained, allowed, num_words,
     out, vocab, max_drafts, rows_per_entry, tile: tl.constexpr,
@@ -209,7 +209,7 @@ def _penalize_kernel(
         tl.store(out + row * vocab + ids, x, mask=used)
 
 
-@triton.jit(do_not_specialize=["rows_per_entry"])
+@triton.jit(do_not_specialize=["rows_per_entry", "num_words"])
 def _columns_kernel(
     logits, lanes, prompt_seen, output_counts, drafts, repetition, presence, frequency, constrained, allowed, num_words,
     bias_ids, bias, end_ids, num_tokens, min_position, out, vocab, max_drafts, max_bias, max_ends, rows_per_entry,

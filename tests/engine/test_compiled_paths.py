@@ -140,6 +140,7 @@ def test_kernels_recorded_steps_and_fixed_shapes_give_the_answers_of_the_referen
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding rows hold whatever was in the memory
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_masks_of_grammars_reach_the_kernels_beside_steps_that_run_ahead(tmp_path, num_drafts):
     own = grammars.canonical(grammars.alone(grammars.regex_part(r"[a-c]{2,4}-\d{2}")))
@@ -157,9 +158,7 @@ def test_masks_of_grammars_reach_the_kernels_beside_steps_that_run_ahead(tmp_pat
         compiled = compiled_engine(tmp_path, num_drafts, run_ahead=1, tokenizer_path=tokenizer_path)
         compiled_found = finish(compiled, *bound, *requests())
     for name, deltas in found.items():
-        tokens, other = (
-            [token for delta in own for token in delta.token_ids] for own in (deltas, compiled_found[name])
-        )
-        assert tokens == other
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert [token for delta in compiled_found[name] for token in delta.token_ids] == tokens
         if name.startswith("bound"):
             assert re.fullmatch(r"[a-c]{2,4}-\d{2}", tokenizer.decode(tokens))
