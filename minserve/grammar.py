@@ -109,23 +109,23 @@ class Grammars:
             raise RequestError(f"the grammar cannot be compiled: {_reason(compiled)}", param="grammar")
         return Matcher(compiled.deep_copy(), self._end_token_ids)
 
-    def masks(self, matchers: Sequence[Matcher], barred: Sequence[Sequence[int]]) -> Mask:
-        """Which tokens may follow each text: [texts, words], token i is bit i % 32 of word i // 32.
+    def masks(self, matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], num_drafts: int) -> Mask:
+        """Which tokens may follow each text, and which if its first drafts were part of it: [texts, 1 + num_drafts,
+        words], token i is bit i % 32 of word i // 32.
 
-        barred: tokens that should not follow for other reasons; they are left out where anything else remains.
+        drafts: at most num_drafts each. Behind a draft that is not allowed, and behind the last one, a row allows all.
         """
         assert self._tokenizer is not None, "a matcher without a tokenizer"
-        masks = np.zeros((len(matchers), -(-self._tokenizer.vocab_size // 32)), dtype=np.int32)
-        if len(matchers) == 1:
-            matchers[0].matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
-        else:
-            self._executor = self._executor or LLExecutor()
-            numbered = [(matcher.matcher, number) for number, matcher in enumerate(matchers)]
-            width = masks.shape[1] * masks.itemsize
-            self._executor.unsafe_compute_mask_ptr(numbered, masks.ctypes.data, width, len(matchers))
-        for row, ids in zip(masks, barred, strict=True):
-            if ids:
-                _bar(row, ids)
+        rows = 1 + num_drafts
+        masks = np.full((len(matchers), rows, -(-self._tokenizer.vocab_size // 32)), -1, dtype=np.int32)
+        row_bytes = masks.shape[2] * masks.itemsize
+        self._executor = self._executor or LLExecutor()
+        entries = list(zip(matchers, range(0, len(matchers) * rows, rows), drafts, strict=True))
+        where = (masks.ctypes.data, row_bytes, len(matchers) * rows)
+        if plain := [(matcher.matcher, row) for matcher, row, own in entries if not own]:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        if drafted := [(matcher.matcher, row, list(own)) for matcher, row, own in entries if own]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         return masks
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -198,7 +198,8 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
-def _bar(row: Mask, token_ids: Sequence[int]) -> None:
+def bar(row: Mask, token_ids: Sequence[int]) -> None:
+    """Take tokens out of what a mask's row allows, if it allows anything else."""
     kept = row.copy()
     for token_id in token_ids:
         kept[token_id // 32] &= ~np.int32(np.uint32(1 << token_id % 32).view(np.int32))

@@ -11,18 +11,20 @@ from typing import Any, NamedTuple
 from minserve.engine.decisions import Decisions, Launched
 from minserve.engine.plan import LaneSetup, StepPlan, StepResult
 from minserve.engine.request import Request
-from minserve.grammar import Grammars, Matcher
+from minserve.grammar import Grammars, Matcher, bar
 from minserve.protocol import TokenLogprobs
 from minserve.spec.lengths import DraftLengths
 
 
 class Yield(NamedTuple):
-    """What a step gave for one request. token_ids: empty if it did not sample."""
+    """What a step gave for one request. token_ids: empty if it did not sample. drafts: what it will verify, if it has a
+    grammar."""
 
     entry: Launched
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs] | None
     prompt_logprobs: Sequence[TokenLogprobs]
+    drafts: Sequence[int]
 
 
 class Launches:
@@ -61,15 +63,19 @@ class Launches:
             num_drafts=decisions.num_drafts,
             samples=samples,
             num_proposals=self.num_proposed,
-            **self._masks(masked),
+            **self._masks(masked, decisions.num_drafts),
         )
 
-    def _masks(self, constrained: Sequence[tuple[Request, Matcher]]) -> dict[str, Any]:
+    def _masks(self, constrained: Sequence[tuple[Request, Matcher]], num_drafts: int) -> dict[str, Any]:
         """What a plan says of these requests' next tokens."""
         if not constrained:
             return {}
         requests, matchers = zip(*constrained, strict=True)
-        masks = self._grammars.masks(matchers, [request.barred for request in requests])
+        masks = self._grammars.masks(matchers, [request.drafts[:num_drafts] for request in requests], num_drafts)
+        for request, rows in zip(requests, masks, strict=True):
+            for ahead, row in enumerate(rows):
+                if barred := request.barred(ahead):
+                    bar(row, barred)
         return {"masked": [request.lane for request in requests], "masks": masks}
 
     def take(self, result: StepResult) -> Iterator[Yield]:
@@ -78,9 +84,12 @@ class Launches:
         assert step == result.step, f"step {step} was launched, {result.step} came back"
         yielded = iter(zip(result.token_ids, result.logprobs, strict=True))
         prompt_logprobs = iter(result.prompt_logprobs)
+        proposed = iter(result.drafts)
         for entry in launched:
             token_ids, logprobs = next(yielded) if entry.samples else ((), None)
-            yield Yield(entry, token_ids, logprobs, next(prompt_logprobs) if entry.chunk is not None else ())
+            drafts = next(proposed, ()) if entry.samples and entry.request.matcher is not None else ()
+            of_prompt = next(prompt_logprobs) if entry.chunk is not None else ()
+            yield Yield(entry, token_ids, logprobs, of_prompt, [draft for draft in drafts if draft >= 0])
 
     def note_accepted(
         self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None
@@ -97,7 +106,7 @@ def _advance(request: Request, count: int, num_drafts: int) -> Launched:
         num_computed=request.num_computed,
         samples=request.num_computed == request.num_tokens,
         chunk=chunk,
-        num_drafts=num_drafts if chunk is None and request.matcher is None else 0,
+        num_drafts=num_drafts if chunk is None else 0,
     )
     request.num_in_flight += entry.samples
     request.num_drafts_in_flight += entry.num_drafts

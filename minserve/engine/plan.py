@@ -77,8 +77,8 @@ class StepPlan:
 
     new_pages: (lane, first block, pages). decodes: lanes that compute their last token and num_drafts drafts behind it,
     one row each. samples: those of the chunks that reach their end, then one for each of decodes; all of them propose
-    num_proposals drafts for the next step. masked: lanes whose next token a grammar chooses from, and masks: one row
-    for each of them (`Grammars.masks`).
+    num_proposals drafts for the next step. masked: lanes whose next token a grammar chooses from, and masks: of
+    each of them, for its rows (`Grammars.masks`).
     """
 
     step: int
@@ -90,7 +90,7 @@ class StepPlan:
     num_proposals: int = 0
     samples: Sequence[Sample] = ()
     masked: Sequence[int] = ()
-    masks: Mask = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
+    masks: Mask = field(default_factory=lambda: np.zeros((0, 0, 0), dtype=np.int32))
 
     @property
     def is_empty(self) -> bool:
@@ -104,6 +104,7 @@ class StepResult:
 
     prompt_logprobs: one list for each of the plan's chunks, one entry for each of its prompt_targets.
     seconds: what such a step takes; None if this one does not tell.
+    drafts: what was proposed to each of the plan's masked lanes, -1 where nothing; empty if nothing was to any.
     """
 
     step: int
@@ -111,3 +112,4 @@ class StepResult:
     logprobs: Sequence[Sequence[TokenLogprobs] | None]
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = field(default_factory=list)
     seconds: float | None = None
+    drafts: Sequence[Sequence[int]] = ()

@@ -36,7 +36,8 @@ class Request:
     """arrival: its place in the queue, kept when it is preempted. is_set_up: its lane knows of it.
 
     found: what the caches had for it when it last took pages; cached: when it first computed.
-    matcher: follows its text, if that has a grammar. error: why it could not be finished.
+    matcher: follows its text, if that has a grammar; drafts: what its lane will verify next, known if there is one.
+    error: why it could not be finished.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     matcher: Matcher | None = None
+    drafts: Sequence[int] = ()
     error: str | None = None
 
     @classmethod
@@ -145,13 +147,12 @@ class Request:
         params = self.params
         return self.penalized or bool(params.logit_bias) or params.min_tokens > 0 or self.matcher is not None
 
-    @property
-    def barred(self) -> Sequence[int]:
-        """End tokens that its mask should leave out. On the device nothing is barred behind the mask's back: where the
-        grammar allows nothing but an end, it is the end."""
+    def barred(self, ahead: int) -> Sequence[int]:
+        """End tokens that its mask should leave out behind so many drafts. On the device nothing is barred behind the
+        mask's back: where the grammar allows nothing but an end, it is the end."""
         if self.matcher is None:
             return ()
-        if self.num_output_tokens < self.params.min_tokens:
+        if self.num_output_tokens + ahead < self.params.min_tokens:
             return (*self.end_token_ids, *self.matcher.end_token_ids)
         return self.matcher.end_token_ids if self.params.ignore_eos else ()
 

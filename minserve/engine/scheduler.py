@@ -231,17 +231,19 @@ class Scheduler:
         accepted: list[int] = []
         lengths: list[int] = []
         num_drafts = 0
-        for entry, token_ids, logprobs, prompt_logprobs in self._launches.take(result):
+        for entry, token_ids, logprobs, prompt_logprobs, drafts in self._launches.take(result):
             request = entry.request
             if entry.chunk is not None:
                 request.note_prompt_logprobs(entry.chunk, prompt_logprobs)
             if request.status is Status.FINISHED:
                 continue  # it ended while this step was in flight
+            if token_ids and request.status is Status.RUNNING:
+                request.drafts = drafts
             if token_ids:
                 deltas.append(self._take_tokens(entry, token_ids, logprobs))
             elif request.status is Status.RUNNING:
                 self._blocks.publish(request.id, request.token_ids, entry.num_computed)
-            if entry.chunk is None and request.matcher is None:
+            if entry.chunk is None:
                 num_drafts = entry.num_drafts
                 accepted.append(len(token_ids) - 1)
                 lengths.append(request.num_tokens)
@@ -310,7 +312,7 @@ class Scheduler:
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        request.status, request.num_computed = Status.WAITING, 0
+        request.status, request.num_computed, request.drafts = Status.WAITING, 0, ()
         insort(self._waiting, request, key=lambda request: request.arrival)
 
     def _vacate(self, request: Request) -> None:

@@ -34,7 +34,8 @@ class Lanes:
     bias: [lanes, MAX_LOGIT_BIAS] float32
     penalized: [lanes] bool                   any of the three penalties is on
     constrained: [lanes] bool                 the lane has a grammar
-    allowed: [lanes, ceil(vocab / 32)] int32  the grammar's mask for the next token; constrained lanes only
+    allowed: [lanes, 1 + MAX_DRAFT_TOKENS, ceil(vocab / 32)] int32
+        the grammar's masks, for the next token and those behind drafts; of constrained lanes only
     prompt_seen: [lanes, vocab] bool, output_counts: [lanes, vocab] int32; kept for penalized lanes only
     """
 
@@ -62,7 +63,7 @@ class Lanes:
         self.end_ids = table(ints, MAX_STOP_TOKEN_IDS, fill=-1)
         self.bias_ids, self.bias = table(ints, MAX_LOGIT_BIAS, fill=-1), table(floats, MAX_LOGIT_BIAS)
         self.penalized, self.constrained = table(torch.bool), table(torch.bool)
-        self.allowed = zeros((num_lanes, -(-vocab_size // 32)), torch.int32, device.type)
+        self.allowed = zeros((num_lanes, 1 + MAX_DRAFT_TOKENS, -(-vocab_size // 32)), torch.int32, device.type)
         self.prompt_seen = zeros((num_lanes, vocab_size), torch.bool, device.type)
         self.output_counts = zeros((num_lanes, vocab_size), torch.int32, device.type)
         self.sampling = SamplingState(
@@ -118,8 +119,8 @@ class Lanes:
             self.page_table.view(-1)[at] = values.to(torch.int32)
         if plan.masked:
             lanes = to_device(plan.masked, torch.int64, self.device)
-            self.allowed[lanes] = to_device(plan.masks[:, : self.allowed.shape[1]], torch.int32, self.device)
-            self.drafts.index_fill_(0, lanes, -1)  # a draft that nobody has held against the grammar is no draft
+            masks = to_device(plan.masks[:, :, : self.allowed.shape[2]], torch.int32, self.device)
+            self.allowed[lanes, : masks.shape[1]] = masks
 
     def _set_up(self, setups: Sequence[LaneSetup]) -> None:
         device = self.device

@@ -16,7 +16,7 @@ from minserve.text.processes import ProcessEndedError, Processes
 MAX_CPU_S = 2.0
 """Processor time for one grammar. The largest schemas of real programs take some tenths of a second."""
 
-NUM_REMEMBERED = 256
+NUM_REMEMBERED = 64
 
 
 class GrammarCheck:

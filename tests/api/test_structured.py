@@ -146,6 +146,14 @@ async def test_what_cannot_be_compiled_is_refused_with_its_field_and_the_reason(
     assert await grammar_of(running, CHAT, structured_outputs={"regex": "ab"})  # whatever it took with it
 
 
+async def test_a_schema_of_two_thousand_levels_is_refused(running):
+    schema = b'{"properties": {"a": ' * 2000 + b"{}" + b"}}" * 2000
+    body = json.dumps(chat_body(**of_schema({}))).encode().replace(b'"schema": {}', b'"schema": ' + schema)
+    status, answer = await running.post(CHAT, body)
+    assert (status, running.engine.submits) == (400, [])
+    assert "deep" in answer["error"]["message"]
+
+
 async def test_a_costly_expression_is_compiled_in_bounded_time_or_refused(running):
     grammar = await grammar_of(running, CHAT, structured_outputs={"regex": "(a+)+$"})
     assert accepts(grammar, "aaa")

@@ -13,7 +13,7 @@ from minserve.text import grammars
 from minserve.text.tokenizer import Tokenizer
 from minserve.text.toolcalls import HermesParser
 from tests.api.tiny import write_model_folder, write_random_model
-from tests.engine.heads import write_head
+from tests.engine.heads import Oracle, write_head
 from tests.engine.tiny import finish
 
 COLOURS = ["red", "green", "blue"]
@@ -97,8 +97,12 @@ def submit(request_id, kind, prompt=(1, 2, 3), **params):
     )
 
 
+def tokens_of(deltas):
+    return [token for delta in deltas for token in delta.token_ids]
+
+
 def text_of(tokenizer, deltas):
-    return tokenizer.decode([token for delta in deltas for token in delta.token_ids])
+    return tokenizer.decode(tokens_of(deltas))
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
@@ -238,15 +242,24 @@ def test_a_cached_prompt_gives_the_same_text(engine_of, tokenizer):
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_drafts_are_for_the_texts_without_a_grammar(engine_of, tokenizer, folder, tmp_path, run_ahead):
+@pytest.mark.parametrize("drafter", ["random head", "oracle"])
+def test_with_drafts_the_texts_are_the_same(engine_of, tokenizer, tmp_path, drafter, run_ahead):
     write_head(tmp_path, vocab=265)
     engine = engine_of(draft_path=str(tmp_path), num_draft_tokens=3, run_ahead=run_ahead)
-    plain = engine_of(run_ahead=run_ahead)
-    requests = [submit(name, kind, max_tokens=200) for name, kind in (("a", "json"), ("b", None), ("c", "call"))]
-    deltas, expected = finish(engine, *requests), finish(plain, *requests)
-    for name in "abc":
-        assert text_of(tokenizer, deltas[name]) == text_of(tokenizer, expected[name])
-    assert [deltas[name][-1].draft_tokens > 0 for name in "abc"] == [False, True, False]
+    options = [{}, {"temperature": 0.0}, {"min_tokens": 40}, {"ignore_eos": True, "repetition_penalty": 1.5}]
+    kinds = [*KINDS, None]
+    requests = [
+        submit(f"{kind}-{number}", kind, max_tokens=300, **own) for kind in kinds for number, own in enumerate(options)
+    ]
+    expected = {name: tokens_of(deltas) for name, deltas in finish(engine_of(), *requests).items()}
+    if drafter == "oracle":
+        Oracle(engine, expected, share_right=0.7, wrong=lambda token: (token + 1) % 265)
+    deltas = finish(engine, *requests)
+    assert {name: tokens_of(own) for name, own in deltas.items()} == expected
+    if drafter == "oracle":
+        for name, own in deltas.items():
+            if len(expected[name]) > 20:
+                assert own[-1].accepted_tokens > len(expected[name]) // 4, name
 
 
 def test_a_grammar_that_comes_to_nothing_ends_in_an_error(engine_of):

@@ -129,7 +129,7 @@ class Server:
             output_counts=self.output_counts,
             drafts=self.drafts,
             constrained=table([False] * NUM_LANES, torch.bool),
-            allowed=torch.zeros(NUM_LANES, -(-VOCAB // 32), dtype=torch.int32, device=device),
+            allowed=torch.zeros(NUM_LANES, 1 + self.drafts.shape[1], -(-VOCAB // 32), dtype=torch.int32, device=device),
         )
 
     def step(self, num_drafts):
