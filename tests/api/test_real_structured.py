@@ -114,14 +114,6 @@ async def test_max_tokens_leaves_it_unfinished_and_says_so(client):
     assert answer.choices[0].finish_reason == "length"
 
 
-async def test_drafts_are_accepted_under_a_schema_too(client):
-    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=ASK, temperature=0, max_tokens=200, response_format=form
-    )
-    assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
-
-
 async def test_several_choices_have_the_schema_each(client):
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
     answer = await client.chat.completions.create(

@@ -105,6 +105,7 @@ def text_of(tokenizer, deltas):
     return tokenizer.decode(tokens_of(deltas))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_kind_of_grammar_holds_beside_each_other_and_beside_texts_without(
@@ -241,6 +242,7 @@ def test_a_cached_prompt_gives_the_same_text(engine_of, tokenizer):
     assert text_of(tokenizer, cold) == text_of(tokenizer, warm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("drafter", ["random head", "oracle"])
 def test_with_drafts_the_texts_are_the_same(engine_of, tokenizer, tmp_path, drafter, run_ahead):
