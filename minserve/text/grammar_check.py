@@ -5,11 +5,12 @@ them.
 """
 
 import json
+import signal
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from minserve.errors import RequestError
+from minserve.errors import OverloadedError, RequestError
 from minserve.grammar import MAX_GRAMMAR_BYTES, Vocabulary
 from minserve.text.processes import ProcessEndedError, Processes
 
@@ -53,7 +54,9 @@ class GrammarCheck:
         self._processes = self._processes or Processes("minserve.text.grammar_process", self._setup(), ahead=0)
         try:
             return await self._processes.ask(json.dumps(grammar).encode())
-        except ProcessEndedError:
+        except ProcessEndedError as error:
+            if error.code == -signal.SIGKILL:  # by somebody else: it says nothing about the grammar
+                raise OverloadedError("the process that tries grammars has been ended; try again") from None
             return {"fault": "it is nested too deeply, or takes too long to compile"}
 
     def _setup(self) -> bytes:
