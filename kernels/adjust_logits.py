@@ -1,6 +1,7 @@
-"""What requests ask to be done to logits before sampling: bias, end tokens barred for a while, penalties.
+"""What requests ask to be done to logits before sampling: grammars, bias, end tokens barred for a while, penalties.
 
-    x = logits + bias;  x[end tokens] = -inf while the text is too short;  then for tokens that were seen
+    x = logits;  x[not allowed] = -inf                                  by the lane's grammar
+    x = x + bias;  x[end tokens] = -inf while the text is too short;  then for tokens that were seen
     x = x / repetition if x > 0 else x * repetition                     prompt and output (CTRL, arXiv 1909.05858)
     x = x - presence * (count > 0) - frequency * count                  output only (OpenAI's definition)
 
@@ -31,6 +32,8 @@ class Adjustments:
     repetition, presence, frequency: [num_lanes] float32     1, 0, 0: no penalties
     prompt_seen: [num_lanes, vocab] bool; output_counts: [num_lanes, vocab] int32
     drafts: [num_lanes, max_drafts] int64                    the next tokens, perhaps; -1: none, and counts for nothing
+    constrained: [num_lanes] bool                            the lane has a grammar, and masks for its rows:
+    allowed: [num_lanes, max_rows, ceil(vocab / 32)] int32   token i is bit i % 32 of word i // 32
     """
 
     num_tokens: torch.Tensor
@@ -44,6 +47,8 @@ class Adjustments:
     prompt_seen: torch.Tensor
     output_counts: torch.Tensor
     drafts: torch.Tensor
+    constrained: torch.Tensor
+    allowed: torch.Tensor
 
 
 def apply_penalties(
@@ -82,21 +87,25 @@ def adjust_logits(logits: torch.Tensor, lanes: torch.Tensor, state: Adjustments)
     assert state.prompt_seen.shape == state.output_counts.shape
     for table in (state.min_position, state.repetition, state.presence, state.frequency):
         assert table.shape == (num_lanes,)
-    assert state.prompt_seen.dtype == torch.bool
-    assert state.output_counts.dtype == torch.int32
+    assert state.constrained.shape == (num_lanes,)
+    assert state.allowed.shape == (num_lanes, 1 + state.drafts.shape[1], -(-vocab // 32))
+    assert state.prompt_seen.dtype == state.constrained.dtype == torch.bool
+    assert state.output_counts.dtype == state.allowed.dtype == torch.int32
     for table in (state.bias, state.repetition, state.presence, state.frequency):
         assert table.dtype == torch.float32
     integers = (lanes, state.num_tokens, state.min_position, state.end_ids, state.bias_ids, state.drafts)
     assert all(table.dtype == torch.int64 for table in integers)
     floats = (logits, state.bias, state.repetition, state.presence, state.frequency)
     assert all(table.is_contiguous() for table in (*integers, *floats, state.prompt_seen, state.output_counts))
+    assert state.constrained.is_contiguous()
+    assert state.allowed.is_contiguous()
     return (adjust_logits_triton if logits.is_cuda and rows > 0 else adjust_logits_reference)(logits, lanes, state)
 
 
 def adjust_logits_reference(logits: torch.Tensor, lanes: torch.Tensor, state: Adjustments) -> torch.Tensor:
     lanes, ahead = _each_row(logits, lanes)
     own = lanes.clamp_min(0)
-    out = _scatter_add(logits.float(), state.bias_ids[own], state.bias[own])
+    out = _scatter_add(_masked(logits.float(), lanes, ahead, state), state.bias_ids[own], state.bias[own])
     ends = state.end_ids[own]
     barred = torch.where((state.num_tokens[own] + ahead < state.min_position[own])[:, None], ends, -1)
     out = _scatter_add(out, barred, torch.full_like(ends, -torch.inf, dtype=torch.float32))
@@ -118,6 +127,16 @@ def _each_row(rows: torch.Tensor, lanes: torch.Tensor) -> tuple[torch.Tensor, to
     return lanes.repeat_interleave(rows_per_entry), torch.arange(rows_per_entry, device=lanes.device).repeat(len(lanes))
 
 
+def _masked(logits: torch.Tensor, lanes: torch.Tensor, ahead: torch.Tensor, state: Adjustments) -> torch.Tensor:
+    """logits with what the grammars of constrained lanes do not allow at -inf. lanes, ahead: one a row."""
+    rows = ((lanes >= 0) & state.constrained[lanes.clamp_min(0)]).nonzero()[:, 0]
+    if len(rows) == 0:
+        return logits
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    allowed = (state.allowed[lanes[rows], ahead[rows]][:, ids // 32] >> (ids % 32)) & 1
+    return logits.index_put((rows,), logits[rows].masked_fill(allowed == 0, -torch.inf))
+
+
 def _scatter_add(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """logits with values[r, i] added at ids[r, i]; ids of -1 are none."""
     values = torch.where(ids >= 0, values, 0.0)
@@ -129,17 +148,29 @@ def adjust_logits_triton(logits: torch.Tensor, lanes: torch.Tensor, state: Adjus
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     rows_per_entry = rows // len(lanes)
     tables = (state.prompt_seen.view(torch.uint8), state.output_counts, state.drafts)
+    masks = (state.constrained.view(torch.uint8), state.allowed, state.allowed.shape[2])
     penalties = (state.repetition, state.presence, state.frequency)
     _penalize_kernel[(rows, triton.cdiv(vocab, _TILE))](
-        logits, lanes, *tables, *penalties, out, vocab, state.drafts.shape[1], rows_per_entry, tile=_TILE, num_warps=8
-    )
+        logits, lanes, *tables, *penalties, *masks, out, vocab, state.drafts.shape[1], rows_per_entry,
+        tile=_TILE, num_warps=8,
+    )  # fmt: skip
     max_bias, max_ends = state.bias_ids.shape[1], state.end_ids.shape[1]
     _columns_kernel[(rows,)](
-        logits, lanes, *tables, *penalties, state.bias_ids, state.bias, state.end_ids,
+        logits, lanes, *tables, *penalties, *masks, state.bias_ids, state.bias, state.end_ids,
         state.num_tokens, state.min_position, out, vocab, state.drafts.shape[1], max_bias, max_ends, rows_per_entry,
-        bias_width=triton.next_power_of_2(max_bias), ends_width=triton.next_power_of_2(max_ends), num_warps=4,
+        bias_width=triton.next_power_of_2(max_bias), ends_width=triton.next_power_of_2(max_ends), num_warps=8,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _load_allowed(logits, lane, ids, used, constrained, allowed):
+    """A row's logits of some ids, -inf where the lane's grammar does not allow them. allowed: the row's own mask."""
+    x = tl.load(logits + ids, mask=used, other=0.0).to(tl.float32)
+    if tl.load(constrained + lane) != 0:
+        word = tl.load(allowed + (ids >> 5), mask=used, other=0)
+        x = tl.where(((word >> (ids & 31).to(tl.int32)) & 1) != 0, x, -float("inf"))
+    return x
 
 
 @triton.jit
@@ -159,29 +190,31 @@ def _penalized(
     return x
 
 
-@triton.jit(do_not_specialize=["rows_per_entry"])
+@triton.jit(do_not_specialize=["rows_per_entry", "num_words"])
 def _penalize_kernel(
-    logits, lanes, prompt_seen, output_counts, drafts, repetition, presence, frequency, out, vocab, max_drafts,
-    rows_per_entry, tile: tl.constexpr,
+    logits, lanes, prompt_seen, output_counts, drafts, repetition, presence, frequency, constrained, allowed, num_words,
+    out, vocab, max_drafts, rows_per_entry, tile: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(0) // rows_per_entry
     lane = tl.load(lanes + entry)
     if lane >= 0:
+        ahead = tl.program_id(0) - entry * rows_per_entry
+        mask = allowed + (lane * (max_drafts + 1) + ahead) * num_words
         ids = tl.program_id(1) * tile + tl.arange(0, tile)
         used = ids < vocab
-        x = tl.load(logits + row * vocab + ids, mask=used, other=0.0).to(tl.float32)
+        x = _load_allowed(logits + row * vocab, lane, ids, used, constrained, mask)
         x = _penalized(
             x, lane, ids, used, vocab, prompt_seen, output_counts, drafts + lane * max_drafts,
-            tl.program_id(0) - entry * rows_per_entry, repetition, presence, frequency,
+            ahead, repetition, presence, frequency,
         )  # fmt: skip
         tl.store(out + row * vocab + ids, x, mask=used)
 
 
-@triton.jit(do_not_specialize=["rows_per_entry"])
+@triton.jit(do_not_specialize=["rows_per_entry", "num_words"])
 def _columns_kernel(
-    logits, lanes, prompt_seen, output_counts, drafts, repetition, presence, frequency, bias_ids, bias, end_ids,
-    num_tokens, min_position, out, vocab, max_drafts, max_bias, max_ends, rows_per_entry,
+    logits, lanes, prompt_seen, output_counts, drafts, repetition, presence, frequency, constrained, allowed, num_words,
+    bias_ids, bias, end_ids, num_tokens, min_position, out, vocab, max_drafts, max_bias, max_ends, rows_per_entry,
     bias_width: tl.constexpr, ends_width: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -189,10 +222,11 @@ def _columns_kernel(
     lane = tl.load(lanes + entry)
     if lane >= 0:
         ahead = tl.program_id(0) - entry * rows_per_entry
+        mask = allowed + (lane * (max_drafts + 1) + ahead) * num_words
         place = tl.arange(0, bias_width)
         ids = tl.load(bias_ids + lane * max_bias + place, mask=place < max_bias, other=-1)
         used = ids >= 0
-        x = tl.load(logits + row * vocab + ids, mask=used, other=0.0).to(tl.float32)
+        x = _load_allowed(logits + row * vocab, lane, ids, used, constrained, mask)
         x += tl.load(bias + lane * max_bias + place, mask=used, other=0.0)
         x = _penalized(
             x, lane, ids, used, vocab, prompt_seen, output_counts, drafts + lane * max_drafts,

@@ -64,6 +64,7 @@ def _serve(args: argparse.Namespace) -> int:
             model_folder,
             eos_token_ids=tokenizer.eos_token_ids,
             token_id_ranges=tokenizer.token_id_ranges,
+            tokenizer_folder=tokenizer_folder,
             draft_folder=find_draft(args.draft, args.model),
         )
         start_engine = partial(EngineClient.start, engine_timeout_s=args.engine_timeout)
@@ -118,11 +119,13 @@ def engine_config_of(
     *,
     eos_token_ids: tuple[int, ...],
     token_id_ranges: tuple[tuple[int, int], ...],
+    tokenizer_folder: Path | None = None,
     draft_folder: Path | None = None,
 ) -> EngineConfig:
     """What the engine process is built from."""
     return EngineConfig.checked(
         model_path=str(model_folder),
+        tokenizer_path=None if tokenizer_folder is None else str(tokenizer_folder),
         load_format=args.load_format,
         dtype=args.dtype,
         quantization=args.quantization,

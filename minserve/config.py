@@ -23,6 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What the engine is built from.
 
     model_path: a local folder with config.json and safetensors (a hub name has been resolved by then).
+    tokenizer_path: the folder with tokenizer.json; None: requests with a grammar are refused.
     token_id_ranges: half-open ranges of the logits' columns that are real tokens; others are never sampled.
         Empty: all of them.
     quantization: "fp8": keep the projections of the layers in 8 bits; None: as the checkpoint has them.
@@ -54,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
     rope_scaling: dict[str, Any] | None = None
+    tokenizer_path: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     token_id_ranges: tuple[tuple[int, int], ...] = ()
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0

@@ -76,12 +76,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A request. cache_salt separates the prefix caches of tenants that must not see each other's timing."""
+    """A request. cache_salt separates the prefix caches of tenants that must not see each other's timing. grammar: what
+    its text must fit (`Grammars`), tried by the sender; None: anything."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
+    grammar: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -170,6 +170,8 @@ def sampling_calls(work: Work) -> Iterator[Call]:
         prompt_seen=empty(LANES, work.model.vocab, dtype=torch.bool),
         output_counts=empty(LANES, work.model.vocab, dtype=torch.int32),
         drafts=empty(LANES, MAX_DRAFTS),
+        constrained=empty(LANES, dtype=torch.bool),
+        allowed=empty(LANES, 1 + MAX_DRAFTS, -(-work.model.vocab // 32), dtype=torch.int32),
     )
     penalized = empty(LANES, dtype=torch.bool)
     for per_entry in ROWS_PER_ENTRY:

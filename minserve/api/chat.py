@@ -16,12 +16,12 @@ from minserve.api.http import json_response
 from minserve.api.prepare import encode_text, make_choices, render_chat
 from minserve.api.sampling import check_prompt_logprobs, fit_context, sampling_params
 from minserve.api.schemas import ChatRequest, parse
-from minserve.api.service import SERVICE
+from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
-from minserve.errors import RequestError
+from minserve.api.structured import answer_grammar, calls_of
 from minserve.text import reasoning
 from minserve.text.answer import AnswerParser
-from minserve.text.reasoning import ReasoningFormat
+from minserve.text.reasoning import Begin, ReasoningFormat
 from minserve.text.toolcalls import ToolParser, tool_parser_class
 
 
@@ -30,11 +30,14 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     asked = parse(await read_json(request), ChatRequest)
     model = service.check_model(asked.model)
-    tools = _tool_parser(asked, service.config.tool_call_parser)
+    configured = service.config.tool_call_parser
+    calls = calls_of(asked, None if configured is None else tool_parser_class(configured))
+    tools = calls.parser
     thinks = service.reasoning if asked.separate_reasoning else None
     caller = request[CALLER]
     with service.admission.admit(caller, asked.n):
         text = await render_chat(service, asked, asked.messages)
+        grammar = await answer_grammar(service, asked, calls, _begin(service, asked, text))
         prompt = await encode_text(service, text, add_special_tokens=asked.add_special_tokens, param="messages")
         check_prompt_logprobs(len(prompt) * asked.n, asked.prompt_logprobs, "prompt_logprobs")
         info = service.engine.info
@@ -49,7 +52,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         markers = [*(tools.special_markers if tools else ()), *(reasoning.MARKERS if thinks else ())]
         kept_ids = service.tokenizer.ids_of(markers)
-        choices = make_choices(service, asked, prompt, params, answer_id, caller, keep_special_ids=kept_ids)
+        choices = make_choices(
+            service, asked, prompt, params, answer_id, caller, keep_special_ids=kept_ids, grammar=grammar
+        )
         new_parser = _parsers(asked, text, thinks, tools)
         answer = ChatAnswer(service, asked, answer_id, model, choices, [new_parser() for _ in choices])
         if asked.stream:
@@ -63,33 +68,22 @@ def _parsers(
 ) -> Callable[[], AnswerParser]:
     """A maker of parsers for the answers to one prompt."""
     names = frozenset(str(tool["function"]["name"]) for tool in request.tools)
-    content = request.messages[-1].content if request.continue_final_message else None
 
     def new_parser() -> AnswerParser:
         return AnswerParser(
-            thinks.parser_after(prompt, content if isinstance(content, str) else "") if thinks else None,
+            thinks.parser_after(prompt, _continued(request)) if thinks else None,
             tools(names) if tools else None,
         )
 
     return new_parser
 
 
-def _tool_parser(request: ChatRequest, parser_name: str | None) -> type[ToolParser] | None:
-    """The parser that the answer's text goes through, if tools are offered."""
-    choice = request.tool_choice
-    if not request.tools:
-        if choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice needs tools", param="tool_choice")
-        return None
-    if choice == "none":
-        return None
-    if choice not in (None, "auto"):
-        raise RequestError(
-            'tool_choice: only "none" and "auto" are supported', param="tool_choice", code="unsupported_parameter"
-        )
-    if parser_name is None:
-        raise RequestError(
-            '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
-            param="tool_choice",
-        )
-    return tool_parser_class(parser_name)
+def _begin(service: Service, request: ChatRequest, prompt: str) -> Begin:
+    """Where the answer begins. A model reasons whether the client wants that set apart or not."""
+    return service.reasoning.begin_after(prompt, _continued(request)) if service.reasoning else "closed"
+
+
+def _continued(request: ChatRequest) -> str:
+    """The text of the message that the answer goes on with."""
+    content = request.messages[-1].content if request.continue_final_message else None
+    return content if isinstance(content, str) else ""

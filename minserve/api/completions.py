@@ -31,6 +31,7 @@ from minserve.api.sampling import check_prompt_logprobs, check_token_ids, contex
 from minserve.api.schemas import MAX_CHOICES, CompletionRequest, parse
 from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
+from minserve.api.structured import Calls, answer_grammar
 from minserve.errors import RequestError
 from minserve.protocol import Ready
 from minserve.text.detokenizer import Detokenizer
@@ -105,6 +106,7 @@ async def _prepare(
     echoes: list[Echo | None] = []
     info = service.engine.info
     num_prompt_tokens = 0
+    grammar = await answer_grammar(service, request, Calls(), "closed")
     for prompt in prompts:
         if isinstance(prompt, str):
             token_ids = await encode_text(
@@ -128,7 +130,9 @@ async def _prepare(
         )
         echo = await service.off_loop(len(token_ids), partial(Echo.of, service.tokenizer, request, prompt, token_ids))
         echoes += [echo] * request.n
-        choices += make_choices(service, request, token_ids, params, answer_id, caller, first_index=len(choices))
+        choices += make_choices(
+            service, request, token_ids, params, answer_id, caller, first_index=len(choices), grammar=grammar
+        )
     return CompletionAnswer(service, request, answer_id, model, choices, echoes)
 
 

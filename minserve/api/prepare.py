@@ -65,6 +65,7 @@ def make_choices(
     *,
     first_index: int = 0,
     keep_special_ids: frozenset[int] = frozenset(),
+    grammar: str | None = None,
 ) -> list[Choice]:
     """The n choices of one prompt. They differ in their index and seed only."""
     choices = []
@@ -84,6 +85,7 @@ def make_choices(
             prompt_token_ids=prompt_token_ids,
             params=msgspec.structs.replace(params, seed=choice_seed(params.seed, number)),
             cache_salt=caller.salt(request.cache_salt),
+            grammar=grammar,
         )
         output = Output(index, submit.params, detokenizer)
         choices.append(Choice(submit, output, service.metrics.start(len(prompt_token_ids))))
@@ -95,9 +97,13 @@ def _checked_tools(request: ChatRequest | TokenizeRequest) -> list[dict[str, Any
     for index, tool in enumerate(request.tools):
         where = f"tools[{index}]"
         checked = convert(tool, Tool, where)
-        if checked.function.strict:
+        if checked.function.strict and not (isinstance(request, ChatRequest) and request.forces_call):
             name = f"{where}.function.strict"
-            raise RequestError(f"{name} is not supported: false or absent", param=name, code="unsupported_parameter")
+            raise RequestError(
+                f'{name} is not supported unless tool_choice is "required" or a function: false or absent',
+                param=name,
+                code="unsupported_parameter",
+            )
     if isinstance(request, ChatRequest) and request.tool_choice == "none":
         return []
     return request.tools

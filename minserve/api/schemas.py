@@ -5,7 +5,7 @@ Does not know: the model (limits that depend on it are in `sampling`), HTTP, tex
 """
 
 import difflib
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from msgspec import Meta
 from minserve.api.body import MAX_NAME_CHARS, convert
 from minserve.api.messages import Message
 from minserve.errors import RequestError
+from minserve.grammar import MAX_GRAMMAR_BYTES
 from minserve.protocol import (
     MAX_LOGIT_BIAS,
     MAX_REQUEST_STOP_TOKEN_IDS,
@@ -39,6 +40,8 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 StopTokenIds = Annotated[list[int], Meta(max_length=MAX_REQUEST_STOP_TOKEN_IDS)]
 LogitBiases = Annotated[dict[str, LogitBias], Meta(max_length=MAX_LOGIT_BIAS)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+StructureText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+Choices = Annotated[list[str], Meta(min_length=1, max_length=2**14)]
 Messages = Annotated[list[Message], Meta(min_length=1)]
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
 TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=64)]
@@ -58,10 +61,8 @@ INERT = frozenset(
 """OpenAI's fields that cannot change the output: taken and not used."""
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "best_of": (1,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
     "length_penalty": (1, 0),
@@ -82,7 +83,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "audio", "prediction", "web_search_options", "verbosity", "reasoning_effort", "reasoning", "thinking",
-            "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+            "guided_json", "guided_regex", "guided_choice", "guided_grammar",
             "guided_decoding_backend", "guided_whitespace_pattern", "json_schema", "regex", "ebnf", "grammar",
             "structural_tag", "allowed_token_ids", "logit_processors", "custom_logit_processor", "custom_params",
             "truncate_prompt_tokens", "chat_template", "lora_path", "kv_transfer_params", "vllm_xargs", "prompt_embeds",
@@ -94,11 +95,48 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 """Fields of OpenAI's or another server's API that are not here yet, with the values that ask for nothing."""
 
 
+INSTEAD = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+}
+"""What other servers have called our fields."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far, in every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's json_schema. Name and description are for the client; strict changes nothing: a schema always holds."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's: json_object is any object; json_schema is what the schema says."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's: exactly one of these. json: a schema, or the text of one; regex: matched from the beginning to the end;
+    choice: one of some texts; grammar: in Lark's notation or GBNF's; json_object: any object.
+    """
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: StructureText | None = None
+    choice: Choices | None = None
+    grammar: StructureText | None = None
+    json_object: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +164,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     prompt_logprobs: NumLogprobs | None = None
     cache_salt: CacheSalt | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -149,12 +189,18 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     top_logprobs: NumLogprobs | None = None
     tools: Tools = []
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     include_reasoning: bool = True
     separate_reasoning: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateKwargs = {}
+
+    @property
+    def forces_call(self) -> bool:
+        """The answer is to be a tool call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
 
     @property
     def limit(self) -> int | None:
@@ -216,6 +262,8 @@ def _check_names(fields: dict[str, Any], known: set[str]) -> None:
             if any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral):
                 continue
             allowed = f"; allowed: {', '.join(map(repr, neutral))} or absent" if neutral else ""
+            if name in INSTEAD:
+                allowed = f"; use {INSTEAD[name]}"
             raise RequestError(f"{name} is not supported{allowed}", param=name, code="unsupported_parameter")
         name = name[:MAX_NAME_CHARS]
         close = difflib.get_close_matches(name, known, n=1)

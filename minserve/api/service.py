@@ -17,10 +17,13 @@ from minserve.api.body import BODY_S, BodyReader
 from minserve.api.engine import Engine
 from minserve.config import ServerConfig
 from minserve.errors import NotFoundError
+from minserve.grammar import Vocabulary
 from minserve.metrics import Metrics
+from minserve.text.grammar_check import GrammarCheck
 from minserve.text.reasoning import CLOSE, reasoning_format
 from minserve.text.renderer import Renderer
 from minserve.text.tokenizer import Tokenizer
+from minserve.text.vocabulary import vocabulary_of
 
 LONG_TEXT_CHARS = 2048
 """Text shorter than this is tokenized on the spot: a thread would cost more."""
@@ -58,6 +61,7 @@ class Service:
         self.reasoning = reasoning_format(
             config.reasoning_parser, template_closes_tag=renderer.template.mentions(CLOSE)
         )
+        self.grammars = GrammarCheck(self._vocabulary)
         self.keep_alive_s = keep_alive_s
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name, lambda: engine.stats)
@@ -69,6 +73,11 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.config.served_model_names[0]
+
+    def _vocabulary(self) -> Vocabulary:
+        width = self.engine.info.vocab_size
+        ends = tuple(token_id for token_id in self.tokenizer.eos_token_ids if token_id < width)
+        return vocabulary_of(self.tokenizer, width, ends)
 
     def check_model(self, name: str | None) -> str:
         """The name that the answer carries. Raises NotFoundError for a model that is not served here."""
@@ -88,7 +97,8 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """End the threads; work in them is finished first."""
+        """End the threads, whose work is finished first, and the processes that try grammars."""
+        self.grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -25,7 +25,8 @@ from minserve.engine.sizing import (
     num_host_blocks,
     refuse_unsupported,
 )
-from minserve.errors import ConfigError
+from minserve.errors import ConfigError, RequestError
+from minserve.grammar import Grammars, Vocabulary
 from minserve.memory.blocks import BlockManager, blocks_for
 from minserve.memory.copies import SyncCopies
 from minserve.memory.host_pool import HostPool
@@ -44,6 +45,8 @@ from minserve.runner.sampler import Sampler
 from minserve.runner.warmup import compile_tiles, plan_shapes, workspace_bytes
 from minserve.spec.draft import Drafter, NoDrafter
 from minserve.spec.lengths import AdaptiveLength, DraftLengths, FixedLength
+from minserve.text.tokenizer import Tokenizer
+from minserve.text.vocabulary import vocabulary_of
 from minserve.weights.eagle3 import load_eagle3
 from minserve.weights.loader import init_dummy_weights, load_weights
 
@@ -89,6 +92,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     promised_bytes = pages.kv.nbytes if device.type == "cpu" else 0
     host = HostPool(num_host_blocks(config, KVPages.bytes_per_page(model_config, dtype), promised_bytes), pages)
     lanes = Lanes(machine.max_num_seqs, blocks_for(max_model_len), model_config.vocab_size, device)
+    grammars = Grammars(partial(_vocabulary, config, model_config.vocab_size))
     scheduler = Scheduler(
         BlockManager(
             num_pages,
@@ -105,6 +109,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         prefill_reserve=blocks_for(config.prefill_reserve),
         chunk_step=KEY_STEP if machine.shapes is not None else 1,
         drafts=machine.drafts,
+        grammars=grammars,
     )
     runner = _runner(config, machine, model, pages, lanes, new_drafter(lanes), progress)
     info = Ready(
@@ -121,7 +126,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         draft="" if head is None else head.describe(),
     )
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
-    return Engine(scheduler, lanes, runner, run_ahead=run_ahead, info=info)
+    return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info)
 
 
 def _choose_machine(config: EngineConfig, model_config: ModelConfig) -> _Machine:
@@ -218,6 +223,14 @@ def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:
     if len(ids) > MAX_MODEL_END_TOKEN_IDS:
         raise ConfigError(f"the model has {len(ids)} end tokens; at most {MAX_MODEL_END_TOKEN_IDS} are supported")
     return ids
+
+
+def _vocabulary(config: EngineConfig, vocab_size: int) -> Vocabulary:
+    """What grammars are held against. Read when the first one comes: most servers never see any."""
+    if config.tokenizer_path is None:
+        raise RequestError("this engine was given no tokenizer, so it knows no grammars", param="grammar")
+    tokenizer = Tokenizer.from_folder(Path(config.tokenizer_path))
+    return vocabulary_of(tokenizer, vocab_size, _end_token_ids(config, vocab_size))
 
 
 def _load(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from minserve.engine.plan import StepResult
 from minserve.engine.scheduler import Scheduler
+from minserve.grammar import Grammars
 from minserve.memory.lanes import Lanes
 from minserve.protocol import Delta, Outputs, Ready, Submit
 from minserve.runner.runner import Runner, RunningStep
@@ -30,14 +31,29 @@ class Engine:
     host; 0 looks first.
     """
 
-    def __init__(self, scheduler: Scheduler, lanes: Lanes, runner: Runner, *, run_ahead: int, info: Ready) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        lanes: Lanes,
+        runner: Runner,
+        grammars: Grammars,
+        *,
+        run_ahead: int,
+        info: Ready,
+    ) -> None:
         self.info = info
+        self._grammars = grammars
         self._scheduler = scheduler
         self._lanes = lanes
         self._runner = runner
         self._run_ahead = run_ahead
         self._in_flight: deque[_InFlight] = deque()
         self._last_result_at = 0.0
+
+    def prepare(self, submit: Submit) -> None:
+        """Do ahead what `submit` would take long for. The one thing that another thread may call."""
+        if submit.grammar is not None:
+            self._grammars.compile(submit.grammar)
 
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises RequestError, with nothing changed, if it can never be served."""

@@ -6,29 +6,33 @@ Does not know: pages, the queue, or what a result means for a request.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minserve.engine.decisions import Decisions, Launched
 from minserve.engine.plan import LaneSetup, StepPlan, StepResult
 from minserve.engine.request import Request
+from minserve.grammar import Grammars, Matcher, bar
 from minserve.protocol import TokenLogprobs
 from minserve.spec.lengths import DraftLengths
 
 
 class Yield(NamedTuple):
-    """What a step gave for one request. token_ids: empty if it did not sample."""
+    """What a step gave for one request. token_ids: empty if it did not sample. drafts: what it will verify, if it has a
+    grammar."""
 
     entry: Launched
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs] | None
     prompt_logprobs: Sequence[TokenLogprobs]
+    drafts: Sequence[int]
 
 
 class Launches:
-    """drafts: how many each step proposes; the next one verifies them."""
+    """drafts: how many each step proposes; the next one verifies them. grammars: whose masks a plan brings."""
 
-    def __init__(self, drafts: DraftLengths) -> None:
+    def __init__(self, drafts: DraftLengths, grammars: Grammars) -> None:
         self._drafts = drafts
+        self._grammars = grammars
         self._under_way: deque[tuple[int, list[Launched]]] = deque()
         self.last_step = 0
         self.num_proposed = 0
@@ -47,6 +51,7 @@ class Launches:
         launched.sort(key=lambda entry: entry.chunk is None)
         samples = [entry.request.next_sample() for entry in launched if entry.samples]
         self.num_proposed = self._drafts.choose([e.request.num_tokens for e in launched if e.samples])
+        masked = [(e.request, e.request.matcher) for e in launched if e.samples and e.request.matcher is not None]
         self.last_step += 1
         self._under_way.append((self.last_step, launched))
         return StepPlan(
@@ -58,7 +63,20 @@ class Launches:
             num_drafts=decisions.num_drafts,
             samples=samples,
             num_proposals=self.num_proposed,
+            **self._masks(masked, decisions.num_drafts),
         )
+
+    def _masks(self, constrained: Sequence[tuple[Request, Matcher]], num_drafts: int) -> dict[str, Any]:
+        """What a plan says of these requests' next tokens."""
+        if not constrained:
+            return {}
+        requests, matchers = zip(*constrained, strict=True)
+        masks = self._grammars.masks(matchers, [request.drafts[:num_drafts] for request in requests], num_drafts)
+        for request, rows in zip(requests, masks, strict=True):
+            for ahead, row in enumerate(rows):
+                if barred := request.barred(ahead):
+                    bar(row, barred)
+        return {"masked": [request.lane for request in requests], "masks": masks}
 
     def take(self, result: StepResult) -> Iterator[Yield]:
         """The result of the oldest step under way, request by request."""
@@ -66,9 +84,12 @@ class Launches:
         assert step == result.step, f"step {step} was launched, {result.step} came back"
         yielded = iter(zip(result.token_ids, result.logprobs, strict=True))
         prompt_logprobs = iter(result.prompt_logprobs)
+        proposed = iter(result.drafts)
         for entry in launched:
             token_ids, logprobs = next(yielded) if entry.samples else ((), None)
-            yield Yield(entry, token_ids, logprobs, next(prompt_logprobs) if entry.chunk is not None else ())
+            drafts = next(proposed, ()) if entry.samples and entry.request.matcher is not None else ()
+            of_prompt = next(prompt_logprobs) if entry.chunk is not None else ()
+            yield Yield(entry, token_ids, logprobs, of_prompt, [draft for draft in drafts if draft >= 0])
 
     def note_accepted(
         self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None

@@ -9,6 +9,9 @@ the host yet, and are read on the device.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from minserve.grammar import Mask
 from minserve.protocol import SamplingParams, TokenLogprobs
 
 
@@ -20,7 +23,7 @@ class LaneSetup:
     num_tokens: how many these are; start: the first position that is computed in this lane; end: no token will ever
     stand at or after this position.
     end_token_ids: tokens that end it, not to be sampled before min_tokens. last_token: the input of its first decode
-    row, if it comes back with all other KV cached.
+    row, if it comes back with all other KV cached. constrained: every step in which it samples brings a mask.
     """
 
     lane: int
@@ -33,6 +36,7 @@ class LaneSetup:
     end_token_ids: tuple[int, ...]
     last_token: int
     penalized: bool
+    constrained: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,8 @@ class Chunk:
 class Sample:
     """A lane that yields tokens.
 
-    logprobs: how many alternatives to report of each, or None. adjusted: it has penalties, bias or a minimum length.
+    logprobs: how many alternatives to report of each, or None. adjusted: it has a grammar, penalties, bias or a minimum
+    length.
     """
 
     lane: int
@@ -72,7 +77,8 @@ class StepPlan:
 
     new_pages: (lane, first block, pages). decodes: lanes that compute their last token and num_drafts drafts behind it,
     one row each. samples: those of the chunks that reach their end, then one for each of decodes; all of them propose
-    num_proposals drafts for the next step.
+    num_proposals drafts for the next step. masked: lanes whose next token a grammar chooses from, and masks: of
+    each of them, for its rows (`Grammars.masks`).
     """
 
     step: int
@@ -83,6 +89,8 @@ class StepPlan:
     num_drafts: int = 0
     num_proposals: int = 0
     samples: Sequence[Sample] = ()
+    masked: Sequence[int] = ()
+    masks: Mask = field(default_factory=lambda: np.zeros((0, 0, 0), dtype=np.int32))
 
     @property
     def is_empty(self) -> bool:
@@ -96,6 +104,7 @@ class StepResult:
 
     prompt_logprobs: one list for each of the plan's chunks, one entry for each of its prompt_targets.
     seconds: what such a step takes; None if this one does not tell.
+    drafts: what was proposed to each of the plan's masked lanes, -1 where nothing; empty if nothing was to any.
     """
 
     step: int
@@ -103,3 +112,4 @@ class StepResult:
     logprobs: Sequence[Sequence[TokenLogprobs] | None]
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = field(default_factory=list)
     seconds: float | None = None
+    drafts: Sequence[Sequence[int]] = ()

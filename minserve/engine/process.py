@@ -8,6 +8,7 @@ The first message in is an EngineConfig; then ToEngine messages. Out come FromEn
 nobody is left to serve, and the process ends at once.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -25,6 +26,7 @@ from minserve.engine import wire
 from minserve.engine.build import build_engine
 from minserve.engine.core import Engine
 from minserve.errors import ConfigError, RequestError
+from minserve.grammar import COMPILING_STACK_BYTES
 from minserve.protocol import (
     Abort,
     Delta,
@@ -87,7 +89,9 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until told to shut down."""
+        threading.stack_size(COMPILING_STACK_BYTES)
         threading.Thread(target=self._read, name="reader", daemon=True).start()
+        threading.stack_size(0)
         while not (self._stopping and not self._engine.has_work):
             self._receive()
             if self._engine.has_work:
@@ -98,11 +102,18 @@ class EngineLoop:
     def _read(self) -> None:
         try:
             while True:
-                self._inbox.put(self._channel.receive())
+                message = self._channel.receive()
+                if isinstance(message, Submit):
+                    self._prepare(message)
+                self._inbox.put(message)
         except (EOFError, OSError):
             os._exit(0)
         except Exception as error:  # a message that cannot be read: without its reader the engine would only look alive
             self._inbox.put(error)
+
+    def _prepare(self, submit: Submit) -> None:
+        with contextlib.suppress(RequestError):  # which `submit` raises again
+            self._engine.prepare(submit)
 
     def _receive(self) -> None:
         """Take in all that has come; if there is nothing to do, wait for it."""

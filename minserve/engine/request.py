@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import msgspec
+
 from minserve.engine.plan import Chunk, LaneSetup, Sample
+from minserve.grammar import Matcher
 from minserve.memory.blocks import NOTHING_CACHED, Cached
 from minserve.protocol import Delta, FinishReason, SamplingParams, Submit, TokenLogprobs
 
@@ -33,6 +36,8 @@ class Request:
     """arrival: its place in the queue, kept when it is preempted. is_set_up: its lane knows of it.
 
     found: what the caches had for it when it last took pages; cached: when it first computed.
+    matcher: follows its text, if that has a grammar; drafts: what its lane will verify next, known if there is one.
+    error: why it could not be finished.
     """
 
     id: str
@@ -57,9 +62,14 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    matcher: Matcher | None = None
+    drafts: Sequence[int] = ()
+    error: str | None = None
 
     @classmethod
-    def from_submit(cls, submit: Submit, arrival: int, model_end_token_ids: tuple[int, ...]) -> "Request":
+    def from_submit(
+        cls, submit: Submit, arrival: int, model_end_token_ids: tuple[int, ...], matcher: Matcher | None
+    ) -> "Request":
         """A waiting request. model_end_token_ids end it as its own stop_token_ids do, unless it ignores them."""
         params = submit.params
         own = set(params.stop_token_ids)
@@ -74,6 +84,7 @@ class Request:
             arrival=arrival,
             end_token_ids=tuple(sorted(ends)),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * num_prompt_tokens,
+            matcher=matcher,
         )
 
     @property
@@ -116,6 +127,11 @@ class Request:
         return self.num_tokens >= self.end
 
     @property
+    def awaits_token(self) -> bool:
+        """What may follow its last token depends on which it is, and that is known to the device only."""
+        return self.matcher is not None and self.num_in_flight > 0
+
+    @property
     def is_decoding(self) -> bool:
         """Its only token without KV is one that was sampled: its next row reads it on the device."""
         return self.num_pending == 1 and self.num_computed >= self.num_prompt_tokens
@@ -128,7 +144,17 @@ class Request:
     @property
     def adjusted(self) -> bool:
         """Its logits are changed before they are sampled from."""
-        return self.penalized or bool(self.params.logit_bias) or self.params.min_tokens > 0
+        params = self.params
+        return self.penalized or bool(params.logit_bias) or params.min_tokens > 0 or self.matcher is not None
+
+    def barred(self, ahead: int) -> Sequence[int]:
+        """End tokens that its mask should leave out behind so many drafts. On the device nothing is barred behind the
+        mask's back: where the grammar allows nothing but an end, it is the end."""
+        if self.matcher is None:
+            return ()
+        if self.num_output_tokens + ahead < self.params.min_tokens:
+            return (*self.end_token_ids, *self.matcher.end_token_ids)
+        return self.matcher.end_token_ids if self.params.ignore_eos else ()
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
@@ -139,7 +165,7 @@ class Request:
         """What its lane has to know before its first row or chunk."""
         return LaneSetup(
             lane=self.lane,
-            params=self.params,
+            params=self.params if self.matcher is None else msgspec.structs.replace(self.params, min_tokens=0),
             token_ids=tuple(self.token_ids) if self.penalized else (),
             num_tokens=len(self.token_ids),
             start=self.num_computed,
@@ -148,6 +174,7 @@ class Request:
             end_token_ids=self.end_token_ids,
             last_token=self.token_ids[-1],
             penalized=self.penalized,
+            constrained=self.matcher is not None,
         )
 
     def next_chunk(self, count: int) -> Chunk:
@@ -176,8 +203,13 @@ class Request:
         """Add tokens, up to the one that ends it: how many, and why it ended if it did."""
         for count, token_id in enumerate(token_ids, 1):
             self.token_ids.append(token_id)
+            goes_on = self.matcher is None or self.matcher.take(token_id)
+            if self.matcher is not None and self.matcher.error:
+                self.error = f"the text cannot go on under its grammar: {self.matcher.error}"
+                return count, "error"
             if token_id in self.end_token_ids:
                 self.stop_token_id = token_id
+            if token_id in self.end_token_ids or not goes_on:
                 return count, "stop"
             if len(self.token_ids) >= self.end:
                 return count, "length"
@@ -191,6 +223,7 @@ class Request:
             stop_token_id=self.stop_token_id,
             draft_tokens=self.num_drafted,
             accepted_tokens=self.num_accepted,
+            error=self.error,
         )
         if self.awaits_prompt_logprobs and self.finish_reason != "abort":
             delta.prompt_logprobs = self.prompt_logprobs

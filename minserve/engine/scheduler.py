@@ -23,6 +23,7 @@ from minserve.engine.plan import LaneSetup, StepPlan, StepResult
 from minserve.engine.request import Request, Status
 from minserve.engine.reserve import PrefillReserve
 from minserve.errors import RequestError
+from minserve.grammar import BYTES, Grammars
 from minserve.memory.blocks import BlockManager, Cached
 from minserve.memory.pool import PlacePool
 from minserve.protocol import Delta, FinishReason, Stats, Submit, TokenLogprobs
@@ -30,7 +31,7 @@ from minserve.spec.lengths import DraftLengths, FixedLength
 
 
 class Scheduler:
-    """drafts: how many drafts are proposed, and verified one step later.
+    """drafts: how many drafts are proposed, and verified one step later. grammars: compiles those of requests.
 
     max_num_batched_tokens: of prompts, in a step; decodes come on top, so that chunks are as long beside them as alone.
     chunk_step: a prompt's chunk that is not its last ends at a multiple of it, where that costs little of the budget.
@@ -50,6 +51,7 @@ class Scheduler:
         prefill_reserve: int = 0,
         chunk_step: int = 1,
         drafts: DraftLengths | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         drafts = drafts or FixedLength(0)
         self._blocks = blocks
@@ -63,7 +65,8 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._lanes = PlacePool(max_num_seqs)
-        self._launches = Launches(drafts)
+        self._grammars = grammars or Grammars(lambda: BYTES)
+        self._launches = Launches(drafts, self._grammars)
         self._num_arrived = 0
         self._ended: list[Delta] = []
         self._counters = Stats()
@@ -75,8 +78,9 @@ class Scheduler:
         if submit.request_id in self._requests:
             raise RequestError(f"request id {submit.request_id!r} is in use", param="request_id")
         refuse_impossible(submit, self._max_model_len, self._vocab_size)
+        matcher = None if submit.grammar is None else self._grammars.matcher(submit.grammar)
         self._num_arrived += 1
-        request = Request.from_submit(submit, self._num_arrived, self._end_token_ids)
+        request = Request.from_submit(submit, self._num_arrived, self._end_token_ids, matcher)
         self._requests[request.id] = request
         self._waiting.append(request)
 
@@ -121,7 +125,7 @@ class Scheduler:
         """Tokens for each running request: a decode's own, and chunks of prompts in order of arrival."""
         budget = self._max_num_batched_tokens
         for request in self._running:
-            if request.wants_no_more or not self._blocks.is_ready(request.id):
+            if request.wants_no_more or request.awaits_token or not self._blocks.is_ready(request.id):
                 continue
             if request.is_decoding:
                 decisions.counts[request] = 1
@@ -227,12 +231,14 @@ class Scheduler:
         accepted: list[int] = []
         lengths: list[int] = []
         num_drafts = 0
-        for entry, token_ids, logprobs, prompt_logprobs in self._launches.take(result):
+        for entry, token_ids, logprobs, prompt_logprobs, drafts in self._launches.take(result):
             request = entry.request
             if entry.chunk is not None:
                 request.note_prompt_logprobs(entry.chunk, prompt_logprobs)
             if request.status is Status.FINISHED:
                 continue  # it ended while this step was in flight
+            if token_ids and request.status is Status.RUNNING:
+                request.drafts = drafts
             if token_ids:
                 deltas.append(self._take_tokens(entry, token_ids, logprobs))
             elif request.status is Status.RUNNING:
@@ -306,7 +312,7 @@ class Scheduler:
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        request.status, request.num_computed = Status.WAITING, 0
+        request.status, request.num_computed, request.drafts = Status.WAITING, 0, ()
         insort(self._waiting, request, key=lambda request: request.arrival)
 
     def _vacate(self, request: Request) -> None:

@@ -33,6 +33,9 @@ class Lanes:
     end_ids: [lanes, MAX_STOP_TOKEN_IDS] int64, bias_ids: [lanes, MAX_LOGIT_BIAS] int64; -1 where unused
     bias: [lanes, MAX_LOGIT_BIAS] float32
     penalized: [lanes] bool                   any of the three penalties is on
+    constrained: [lanes] bool                 the lane has a grammar
+    allowed: [lanes, 1 + MAX_DRAFT_TOKENS, ceil(vocab / 32)] int32
+        the grammar's masks, for the next token and those behind drafts; of constrained lanes only
     prompt_seen: [lanes, vocab] bool, output_counts: [lanes, vocab] int32; kept for penalized lanes only
     """
 
@@ -59,7 +62,8 @@ class Lanes:
         self.top_k, self.min_position, self.seed = table(ints), table(ints), table(ints, 2)
         self.end_ids = table(ints, MAX_STOP_TOKEN_IDS, fill=-1)
         self.bias_ids, self.bias = table(ints, MAX_LOGIT_BIAS, fill=-1), table(floats, MAX_LOGIT_BIAS)
-        self.penalized = table(torch.bool)
+        self.penalized, self.constrained = table(torch.bool), table(torch.bool)
+        self.allowed = zeros((num_lanes, 1 + MAX_DRAFT_TOKENS, -(-vocab_size // 32)), torch.int32, device.type)
         self.prompt_seen = zeros((num_lanes, vocab_size), torch.bool, device.type)
         self.output_counts = zeros((num_lanes, vocab_size), torch.int32, device.type)
         self.sampling = SamplingState(
@@ -82,6 +86,8 @@ class Lanes:
             frequency=self.frequency_penalty,
             prompt_seen=self.prompt_seen,
             output_counts=self.output_counts,
+            constrained=self.constrained,
+            allowed=self.allowed,
         )
 
     @property
@@ -111,6 +117,10 @@ class Lanes:
             ]
             at, values = to_device(added, torch.int64, self.device).T
             self.page_table.view(-1)[at] = values.to(torch.int32)
+        if plan.masked:
+            lanes = to_device(plan.masked, torch.int64, self.device)
+            masks = to_device(plan.masks[:, :, : self.allowed.shape[2]], torch.int32, self.device)
+            self.allowed[lanes, : masks.shape[1]] = masks
 
     def _set_up(self, setups: Sequence[LaneSetup]) -> None:
         device = self.device
@@ -125,6 +135,7 @@ class Lanes:
         _scatter_lists(self.bias, lanes, [list(setup.params.logit_bias.values()) for setup in setups], 0.0)
         self.drafts.index_fill_(0, lanes, -1)
         self.penalized[lanes] = to_device([setup.penalized for setup in setups], torch.bool, device)
+        self.constrained[lanes] = to_device([setup.constrained for setup in setups], torch.bool, device)
         for setup in setups:
             if setup.penalized:
                 self._set_up_counts(setup)

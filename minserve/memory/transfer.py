@@ -8,10 +8,11 @@ do.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
-def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(values: "Sequence[Any] | np.ndarray[Any, Any]", dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of these (nested) values on the device; the copy is in the order of the current stream."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)

@@ -115,6 +115,10 @@ class Decode:
         """As the function."""
         return new_aux(self._drafter, self._model, num_rows, self._context.kv)
 
+    def drafts_of(self, lanes: Sequence[int]) -> torch.Tensor:
+        """[lanes, MAX_DRAFT_TOKENS] int64: what these lanes will verify."""
+        return self._lanes.drafts[to_device(lanes, torch.int64, self._lanes.device)]
+
     def run(self, lanes: Sequence[int], kind: StepKind) -> Decoded:
         """A step of these lanes."""
         lane_ids = to_device(lanes, torch.int64, self._lanes.device)

@@ -66,6 +66,8 @@ class Runner:
             self._read_prompts(plan, step)
         elif plan.decodes:
             self._report(self._decode.run(plan.decodes, _kind(plan)), plan.samples, step)
+        if plan.masked and plan.num_proposals:
+            step.drafts = to_host(self._steps.drafts_of(plan.masked))
         step.launched(self._context.kv.device)
         return step
 
@@ -173,6 +175,7 @@ class RunningStep:
     def __init__(self, step: int) -> None:
         self.parts: list[Part] = []
         self.prompt_logprobs: list[list[Logprobs]] = []
+        self.drafts: torch.Tensor | None = None
         self._step = step
         self._arrived: torch.cuda.Event | None = None
 
@@ -192,4 +195,5 @@ class RunningStep:
             token_ids += own
             reports += logprobs
         prompt = [[entry for part in parts for entry in part.entries()] for parts in self.prompt_logprobs]
-        return StepResult(self._step, token_ids, reports, prompt)
+        drafts = () if self.drafts is None else self.drafts.tolist()
+        return StepResult(self._step, token_ids, reports, prompt, drafts=drafts)

@@ -41,9 +41,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
 
     def parser_after(self, prompt: str, continued: str = "") -> "ReasoningParser":
         """The parser of what comes after a prompt. continued: the text of the message that the answer goes on with."""
-        return ReasoningParser(self._begin(prompt, continued))
+        return ReasoningParser(self.begin_after(prompt, continued))
 
-    def _begin(self, prompt: str, continued: str) -> Begin:
+    def begin_after(self, prompt: str, continued: str = "") -> Begin:
+        """Where a text begins that comes after a prompt; as for `parser_after`."""
         # Only what the template wrote last counts: users may write tags too.
         end = prompt.rstrip()
         if continued.strip():

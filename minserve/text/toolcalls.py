@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Set
 from typing import ClassVar, Literal
 
+import msgspec
+
 from minserve.errors import ConfigError
 from minserve.text.jsoncall import CallEvent, CallReader, CallStart
 from minserve.text.partial import partial_match
@@ -22,13 +24,24 @@ ToolEvent = str | CallEvent
 _SEPARATORS = " \t\r\n;,"
 
 
+class CallFormat(msgspec.Struct, frozen=True):
+    """How calls are written: before the name, between it and the arguments, behind them, and between two calls."""
+
+    begin: str
+    middle: str
+    end: str
+    separator: str
+
+
 class ToolParser(ABC):
-    """What the formats share. tool_names: the tools that the request offered.
+    """What the formats share. tool_names: the tools that the request offered. call_format: what a model is made to
+    write that has no choice.
 
     White space that only sets calls apart, or stands before the first or after the last, is dropped with them.
     """
 
     special_markers: ClassVar[tuple[str, ...]]
+    call_format: ClassVar[CallFormat]
 
     def __init__(self, tool_names: Set[str]) -> None:
         self.num_calls = 0
@@ -132,6 +145,7 @@ class HermesParser(ToolParser):
     """
 
     special_markers = ("<tool_call>", "</tool_call>")
+    call_format = CallFormat('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", "\n")
 
     def _read_edge(self, events: list[ToolEvent]) -> bool:
         close = self.special_markers[1]
@@ -152,6 +166,7 @@ class LlamaParser(ToolParser):
     """
 
     special_markers = ("<|python_tag|>",)
+    call_format = CallFormat('{"name": ', ', "parameters": ', "}", "; ")
 
     def __init__(self, tool_names: Set[str]) -> None:
         super().__init__(tool_names)

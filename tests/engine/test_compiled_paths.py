@@ -5,9 +5,11 @@ Only cuDNN's attention and the CUDA graphs themselves have stand-ins.
 """
 
 import random
+import re
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 
@@ -24,6 +26,9 @@ from minserve.kernels.step_inputs import step_inputs_triton
 from minserve.runner.decode import StepKind
 from minserve.runner.graphs import DecodeGraphs
 from minserve.runner.prefill import FlashShapes
+from minserve.text import grammars
+from minserve.text.tokenizer import Tokenizer
+from tests.api.tiny import write_model_folder
 from tests.engine.heads import write_head
 from tests.engine.tiny import CONFIG, VOCAB, finish, submit, tiny_engine
 
@@ -141,3 +146,28 @@ def test_kernels_recorded_steps_and_fixed_shapes_give_the_answers_of_the_referen
     assert compiled_tokens == tokens
     for name, own in logprobs.items():
         assert compiled_logprobs[name] == pytest.approx(own, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # padding rows hold whatever was in the memory
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_masks_of_grammars_reach_the_kernels_beside_steps_that_run_ahead(tmp_path, num_drafts):
+    own = grammars.canonical(grammars.alone(grammars.regex_part(r"[a-c]{2,4}-\d{2}")))
+    bound = [
+        msgspec.structs.replace(submit(f"bound-{number}", [number] * 9, max_tokens=12, **options), grammar=own)
+        for number, options in enumerate(
+            ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7, "logit_bias": {0: 90.0}, "repetition_penalty": 2.0})
+        )
+    ]
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer_path = str(write_model_folder(tmp_path / "tokenizer"))  # the model has its first 96 tokens
+    tokenizer = Tokenizer.from_folder(tmp_path / "tokenizer")
+    found = finish(tiny_engine(tmp_path, MODEL, tokenizer_path=tokenizer_path), *bound, *requests())
+    with triton_kernels():
+        compiled = compiled_engine(tmp_path, num_drafts, run_ahead=1, tokenizer_path=tokenizer_path)
+        compiled_found = finish(compiled, *bound, *requests())
+    for name, deltas in found.items():
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert [token for delta in compiled_found[name] for token in delta.token_ids] == tokens
+        if name.startswith("bound"):
+            assert re.fullmatch(r"[a-c]{2,4}-\d{2}", tokenizer.decode(tokens))

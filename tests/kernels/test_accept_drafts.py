@@ -128,6 +128,8 @@ class Server:
             prompt_seen=randint(2, NUM_LANES, VOCAB).bool(),
             output_counts=self.output_counts,
             drafts=self.drafts,
+            constrained=table([False] * NUM_LANES, torch.bool),
+            allowed=torch.zeros(NUM_LANES, 1 + self.drafts.shape[1], -(-VOCAB // 32), dtype=torch.int32, device=device),
         )
 
     def step(self, num_drafts):

@@ -29,6 +29,8 @@ def make_adjustments(device, num_lanes, vocab):
         prompt_seen=torch.rand(num_lanes, vocab, generator=random) < 0.3,
         output_counts=torch.randint(-3, 4, (num_lanes, vocab), generator=random).clamp_min(0).int(),
         drafts=torch.full((num_lanes, 4), -1),
+        constrained=torch.zeros(num_lanes, dtype=torch.bool),
+        allowed=torch.zeros(num_lanes, 5, -(-vocab // 32), dtype=torch.int32),
     )
     return Adjustments(**{name: getattr(state, name).to(device) for name in Adjustments.__slots__})
 
@@ -103,6 +105,32 @@ def test_a_row_that_asks_for_nothing_is_only_converted_and_padding_is_skipped(de
         assert torch.equal(adjust(logits, lanes, state)[1], logits[1].float())
 
 
+@pytest.mark.parametrize("rows_per_entry", [1, 3])
+@pytest.mark.parametrize("vocab", [17, 64, 4100])
+def test_what_a_grammar_does_not_allow_is_out_whatever_else_is_asked_for(vocab, rows_per_entry, device, dtype):
+    state = make_adjustments(device, 3, vocab)
+    random = torch.Generator().manual_seed(2)
+    kept = torch.rand(5, vocab, generator=random) < 0.5
+    kept[:, :4] = torch.tensor([True, False, True, False])
+    bits = torch.zeros(5, -(-vocab // 32) * 32, dtype=torch.int64)
+    bits[:, :vocab] = kept
+    words = (bits.view(5, -1, 32) << torch.arange(32)).sum(dim=2)
+    state.constrained[1] = True
+    state.allowed[1] = words.to(torch.int32)  # the highest bit is the sign
+    state.repetition[:2], state.frequency[:2] = 1.7, -0.5
+    state.bias_ids[:2, :2], state.bias[:2, :2] = torch.tensor([1, 2]), torch.tensor([100.0, 3.0])
+    state.drafts[1, :2] = torch.tensor([2, 0])
+    logits = torch.randn(3 * rows_per_entry, vocab, generator=random).to(device, dtype)
+    lanes = torch.tensor([1, 0, -1], device=device)
+    free = replace(state, constrained=torch.zeros_like(state.constrained))
+    for adjust in (adjust_logits_triton, adjust_logits_reference):
+        (bound, other, _), (expected, others, _) = (
+            adjust(logits, lanes, each).view(3, rows_per_entry, vocab) for each in (state, free)
+        )
+        assert torch.equal(other, others)
+        assert torch.equal(bound, expected.masked_fill(~kept[:rows_per_entry].to(device), -torch.inf))
+
+
 @pytest.mark.parametrize("count", [count_tokens_triton, count_tokens_reference])
 def test_tokens_are_counted_for_lanes_with_penalties_alone(count, device):
     counts = torch.zeros(4, 9, dtype=torch.int32, device=device)
@@ -144,9 +172,10 @@ def test_tables_beyond_two_to_the_31_elements(device):
     assert counts[-1, -3:].tolist() == [0, 1, 0]
     state = make_adjustments(device, 1, 8)
     tables = {name: getattr(state, name).expand(lanes, *getattr(state, name).shape[1:]).contiguous()
-              for name in Adjustments.__slots__ if name not in ("prompt_seen", "output_counts")}  # fmt: skip
+              for name in Adjustments.__slots__ if name not in ("prompt_seen", "output_counts", "allowed")}  # fmt: skip
     seen = torch.zeros(lanes, vocab, dtype=torch.bool, device=device)
-    state = Adjustments(prompt_seen=seen, output_counts=counts, **tables)
+    allowed = torch.zeros(lanes, 5, vocab // 32, dtype=torch.int32, device=device)
+    state = Adjustments(prompt_seen=seen, output_counts=counts, allowed=allowed, **tables)
     state.frequency[-1] = 3.0
     state.drafts[-1, 0] = vocab - 1
     out = adjust_logits_triton(torch.ones(2, vocab, device=device), last, state)
