@@ -35,6 +35,8 @@ class Scenario:
 
 def make_scenario(seed):
     """Small machines, so that pages run out; few prefixes, so that they repeat; lengths at the edges of blocks."""
+    if seed % 8 == 7:
+        return _churn(seed)
     rng = random.Random(seed)
     num_pages = rng.randint(4, 12)
     machine = {
@@ -59,6 +61,22 @@ def make_scenario(seed):
     machine["chunk_step"] = rng.choice([1, 1, 8, 32])
     machine["num_drafts"] = (1, 3, 8, 0, 0)[seed % 5]
     return Scenario(seed, machine, link, actions)
+
+
+def _churn(seed):
+    """Six that all decode in pages for four: who gave way comes back for pages that somebody left, and has to give way
+    again before all of it is loaded."""
+    rng = random.Random(seed // 8)
+    machine = {"num_pages": 20, "max_num_seqs": 6, "max_num_batched_tokens": 64, "num_host_blocks": 60}
+    machine |= {"run_ahead": rng.choice([0, 1]), "late_steps": rng.random() < 0.8}
+    actions = []
+    for number in range(6):
+        prompt = tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(20, 60)))
+        params = {"ignore_eos": True, "prompt_logprobs": None}
+        actions.append(("submit", f"r{number}", prompt, rng.randint(5, 90), "", params))
+        if steps := rng.choice([0, 0, 1, 2, 5]):
+            actions.append(("step", steps))
+    return Scenario(seed, machine, Link(seed=seed // 8, max_delay=20), tuple(actions))
 
 
 def _actions(rng, prefixes, longest, storm):
