@@ -244,7 +244,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_draft_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--draft", metavar="NAME", help="EAGLE-3 head: folder, hub name, or none (default: the default model's own)")
+    add("--draft", metavar="NAME", help="EAGLE-3 head: folder, hub name, or none (default: the model's own, if any)")
     add(
         "--num-draft-tokens",
         type=draft_tokens,

@@ -102,18 +102,19 @@ class PrefillAttention:
         self._kv, self._eps = context.kv, context.norm_eps
         lanes = [chunk.lane for chunk in chunks for _ in chunk.token_ids]
         positions = [chunk.start + offset for chunk in chunks for offset in range(len(chunk.token_ids))]
-        own, at = to_device([lanes, positions], torch.int64, device)
-        self._places = context.page_table[own, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
+        lane_ids, at = to_device([lanes, positions], torch.int64, device)
+        self._places = context.page_table[lane_ids, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE
         self._rope = gather_rope(context.rope_table, at)
         self._ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         sampling = [(end - 1, chunk.lane) for end, chunk in zip(self._ends, chunks, strict=True) if chunk.samples]
-        rows, own = to_device([*zip(*sampling)] or [(), ()], torch.int64, device)
-        self.wanted = rows
-        self._last_batch = decode_batch(context.page_table, own, at[rows] + 1, context.kv[0]) if sampling else None
+        last, last_lanes = to_device([*zip(*sampling)] or [(), ()], torch.int64, device)
+        self._last_batch = (
+            decode_batch(context.page_table, last_lanes, at[last] + 1, context.kv[0]) if sampling else None
+        )
+        self._last = self.wanted = last
         if decode is not None:
-            self.wanted = torch.cat(
-                [rows, torch.arange(self._ends[-1], self._ends[-1] + decode.num_rows, device=device)]
-            )
+            decode_rows = torch.arange(self._ends[-1], self._ends[-1] + decode.num_rows, device=device)
+            self.wanted = torch.cat([last, decode_rows])
         self._parts: list[_Part | None] = []
         short: list[tuple[int, int, int]] = []
         for end, chunk in zip(self._ends, chunks, strict=True):
@@ -129,8 +130,7 @@ class PrefillAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """qkv: [tokens, heads + 2 * kv_heads, head_dim]. Returns [tokens, heads * head_dim]."""
-        kv = self._kv[layer]
-        q = norm_rope_store(qkv[: self._ends[-1]], norms, self._eps, self._rope, kv, self._places)
+        q, kv = self._store(layer, qkv, norms), self._kv[layer]
         starts = [0, *self._ends[:-1]]
         short = iter(self._tiles.attend(kv, q) if self._tiles is not None else ())
         outs = [
@@ -141,13 +141,15 @@ class PrefillAttention:
 
     def last(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """As `AttendLast`. A chunk's last row sees what a decode of one row would see."""
-        kv = self._kv[layer]
-        q = norm_rope_store(qkv[: self._ends[-1]], norms, self._eps, self._rope, kv, self._places)
-        outs = [q[:0].flatten(1)]
+        out = self._store(layer, qkv, norms)[self._last]
         if self._last_batch is not None:
-            rows = q[self.wanted[: len(self._last_batch.lanes)]]
-            outs = [decode_attention(rows, kv, self._last_batch).flatten(1)]
-        return self._with_decode(outs, layer, qkv, norms)
+            out = decode_attention(out, self._kv[layer], self._last_batch)
+        return self._with_decode([out.flatten(1)], layer, qkv, norms)
+
+    def _store(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """Keys and values of the chunks into their pages; the queries."""
+        own = qkv[: self._ends[-1]]
+        return norm_rope_store(own, norms, self._eps, self._rope, self._kv[layer], self._places)
 
     def _with_decode(
         self, outs: list[torch.Tensor], layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None
