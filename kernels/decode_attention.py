@@ -10,6 +10,8 @@ over its own keys alone, and L_s = log2 sum over its t of 2^(log2(e) q . k[t] / 
 
     out = sum over s of 2^L_s o_s / sum over s of 2^L_s
 
+Few splits are merged by the one that ends last, many by a second kernel, which has more programs for it.
+
 Softmax is in base 2 throughout, as exp2 is the instruction there is; log2(e) is part of the scale.
 """
 
@@ -42,12 +44,16 @@ class GatheredKeys:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """What all layers of a step share: the arguments of `decode_batch`; gathered: None on CUDA."""
+    """What all layers of a step share: the arguments of `decode_batch`.
+
+    gathered: None on CUDA. ended: [entries * kv_heads] int32, how many splits have ended; zeros between kernels.
+    """
 
     page_table: torch.Tensor
     lanes: torch.Tensor
     lengths: torch.Tensor
     gathered: GatheredKeys | None
+    ended: torch.Tensor
 
     @property
     def rows_per_entry(self) -> int:
@@ -68,7 +74,8 @@ def decode_batch(page_table: torch.Tensor, lanes: torch.Tensor, lengths: torch.T
     assert (lengths.ndim, lengths.dtype, lengths.is_contiguous()) == (1, torch.int64, True)
     assert lengths.shape[0] % lanes.shape[0] == 0
     gathered = None if kv.is_cuda else _gather_keys(page_table, lanes, lengths, kv)
-    return DecodeBatch(page_table, lanes, lengths, gathered)
+    ended = torch.zeros(lanes.shape[0] * kv.shape[1], dtype=torch.int32, device=kv.device)
+    return DecodeBatch(page_table, lanes, lengths, gathered, ended)
 
 
 def decode_attention(q: torch.Tensor, kv: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
@@ -133,14 +140,40 @@ def _ranges(lengths, entry, max_keys, num_splits, min_keys, rows: tl.constexpr, 
 
 
 @triton.jit
+def _merged(
+    partial, partial_lse, first, used, is_query,
+    stride: tl.constexpr, head_dim: tl.constexpr, queries: tl.constexpr,
+):  # fmt: skip
+    """[queries, head_dim]: what the splits have left, from slots `first` on. Other SMs wrote most of it, so it is
+    read past this one's own cache."""
+    d = tl.arange(0, head_dim)
+    peak = tl.full([queries], -1e30, tl.float32)
+    total = tl.full([queries], 0.0, tl.float32)
+    acc = tl.full([queries, head_dim], 0.0, tl.float32)
+    for split in range(used):
+        slot = first + split * stride
+        lse = tl.load(partial_lse + slot, mask=is_query, other=-1e30, cache_modifier=".cg")
+        mean = tl.load(
+            partial + slot[:, None] * head_dim + d[None, :], mask=is_query[:, None], other=0.0, cache_modifier=".cg"
+        )
+        new_peak = tl.maximum(peak, lse)
+        weight, decay = tl.exp2(lse - new_peak), tl.exp2(peak - new_peak)
+        total = total * decay + weight
+        acc = acc * decay[:, None] + mean * weight[:, None]
+        peak = new_peak
+    return acc / total[:, None]
+
+
+@triton.jit
 def _attend(
-    q, kv, page_table, lanes, lengths, out, partial, partial_lse, max_blocks, min_keys, scale,
+    q, kv, page_table, ended, lanes, lengths, out, partial, partial_lse, max_blocks, min_keys, scale,
     rows: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr,
-    block_size: tl.constexpr, queries: tl.constexpr, tile: tl.constexpr,
+    block_size: tl.constexpr, queries: tl.constexpr, tile: tl.constexpr, is_merged: tl.constexpr,
 ):  # fmt: skip
     """One split of one (entry, KV head): all its rows * group queries, padded to `queries`, over the split's keys.
 
-    The only split of an entry writes to out; several write to partial and partial_lse, and `_merge` follows.
+    The only split of an entry writes to out; several write to partial and partial_lse, and the last of them to out, or,
+    unless is_merged, `_merge` follows.
     """
     pair = tl.program_id(0)
     split = tl.program_id(1)
@@ -195,6 +228,13 @@ def _attend(
         slot = (pair.to(tl.int64) * num_splits + split) * (rows * group) + i
         tl.store(partial + slot[:, None] * head_dim + d[None, :], mean, mask=is_query[:, None])
         tl.store(partial_lse + slot, peak + tl.log2(total), mask=is_query)
+        if is_merged:
+            tl.debug_barrier()  # all threads have stored
+            if tl.atomic_add(ended + pair, 1, sem="acq_rel") == used - 1:
+                tl.store(ended + pair, 0)
+                first = pair.to(tl.int64) * num_splits * (rows * group) + i
+                merged = _merged(partial, partial_lse, first, used, is_query, rows * group, head_dim, queries)
+                tl.store(out + place, merged.to(out.dtype.element_ty), mask=is_query[:, None])
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -295,9 +335,9 @@ def decode_attention_triton(
     scale = math.log2(math.e) / math.sqrt(head_dim)
     queries = max(16, triton.next_power_of_2(batch.rows_per_entry * group))
     launch = {"num_warps": num_warps, "num_stages": num_stages}
-    _attend[(entries * kv_heads, splits)](q, kv, batch.page_table, *common, scale, queries=queries, **shape, **launch)
-    if splits > 1:
-        # Two sizes only, as each is compiled: of few splits one warp takes the mean.
-        max_splits, num_warps = (FEW_SPLITS, 1) if splits <= FEW_SPLITS else (MAX_SPLITS, 4)
-        _merge[(rows * heads,)](*common, splits, max_splits=max_splits, **shape, num_warps=num_warps)
+    shape |= {"queries": queries, "is_merged": splits <= FEW_SPLITS}
+    _attend[(entries * kv_heads, splits)](q, kv, batch.page_table, batch.ended, *common, scale, **shape, **launch)
+    if splits > FEW_SPLITS:
+        del shape["queries"], shape["is_merged"]
+        _merge[(rows * heads,)](*common, splits, max_splits=MAX_SPLITS, **shape, num_warps=4)
     return out

@@ -112,7 +112,8 @@ def attention_calls(work: Work) -> Iterator[Call]:
     for per_entry in (*ROWS_PER_ENTRY, *tiles):
         entries = max(1, rows // per_entry)
         q = work.floats(entries * per_entry, model.heads, model.head_dim)
-        batch = DecodeBatch(table, empty(entries), empty(entries * per_entry), None)
+        ended = empty(entries * model.kv_heads, dtype=torch.int32)
+        batch = DecodeBatch(table, empty(entries), empty(entries * per_entry), None, ended)
         yield functools.partial(decode_attention_triton, q, pages(work), batch)
     k = work.floats(model.kv_heads, rows * BLOCK_SIZE, model.head_dim)
     yield lambda: gather_keys_triton(pages(work), table[0], rows - 1, k, torch.empty_like(k), rows)

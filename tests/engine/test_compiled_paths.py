@@ -43,7 +43,7 @@ MODEL = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 48, "he
 
 def device_batch(page_table, lanes, lengths, kv):
     """What `decode_batch` makes on a GPU."""
-    return DecodeBatch(page_table, lanes, lengths, None)
+    return DecodeBatch(page_table, lanes, lengths, None, torch.zeros(len(lanes) * kv.shape[1], dtype=torch.int32))
 
 
 KERNELS = {
