@@ -36,6 +36,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     draft_path: a local folder with an EAGLE-3 head; None: no speculation.
     num_draft_tokens: drafts of each step; None: 0, 1 or 3, whichever pays.
     draft_window: tokens that the head sees of a text, beside the first ones; a multiple of 16.
+    sparse: who gives up pages for a working set: nobody, the longest when others need them, or everybody with more
+        than sparse_above tokens. It needs host_kv.
+    working_set_blocks: K, the blocks that a sparse request holds on the device for each KV head of each layer.
+    fetch: "fixed": at most fetch_ratio x K blocks a head and step; "adaptive": that on average, saved up for jumps.
+    lookahead: whether the draft row behind the verified ones says what to fetch, or the last token's.
+        None: the draft, where there is a head.
+    verify_drafts: drafts that a sparse request's step accepts at most; None: 0.
+    miss_policy: what a step does without the blocks that it wants: takes what is there; runs again when many are
+        missing; or has all of them fetched in time, layer by layer.
     enforce_eager: run decode steps as they stand, not from CUDA graphs (a CPU has none).
     run_ahead: steps that are launched before the tokens of the last one are known; None: 1 on a GPU, 0 on a CPU,
         where launching is running.
@@ -64,6 +73,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     draft_path: str | None = None
     num_draft_tokens: Annotated[int, Meta(ge=1, le=8)] | None = None
     draft_window: Annotated[int, Meta(ge=64, le=2**20, multiple_of=16)] = 2048
+    sparse: Literal["never", "pressure", "above"] = "pressure"
+    sparse_above: NonNegativeInt = 0
+    working_set_blocks: Annotated[int, Meta(ge=1, le=4096)] = 128
+    fetch: Literal["fixed", "adaptive"] = "adaptive"
+    fetch_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.05
+    lookahead: Literal["draft", "current"] | None = None
+    verify_drafts: Annotated[int, Meta(ge=0, le=8)] | None = None
+    miss_policy: Literal["approximate", "retry", "recall"] = "retry"
 
     @classmethod
     def checked(cls, **fields: Any) -> "EngineConfig":

@@ -75,15 +75,49 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
+class SparseParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What one request asks of its working set; None: as the server does.
+
+    mode: never sparse, under pressure, or from its first decode step on. cap: blocks that a KV head of a layer takes in
+    per step at most. verify_drafts: drafts that a step accepts at most.
+    """
+
+    mode: Literal["never", "pressure", "always"] | None = None
+    lookahead: Literal["draft", "current"] | None = None
+    verify_drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
+    miss_policy: Literal["approximate", "retry"] | None = None
+    fetch: Literal["fixed", "adaptive"] | None = None
+    cap: Annotated[int, Meta(ge=1, le=4096)] | None = None
+
+
+class SparseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sparse request's working set did, in blocks of one KV head of one layer, over all of its steps.
+
+    from_token: the first token whose KV was computed while it was sparse. steps: while it was; retries: of these, how
+    many ran again. The others as in `Fetched`. bytes_fetched: from host memory into pages.
+    """
+
+    from_token: int
+    steps: int
+    retries: int
+    hits: int
+    misses: int
+    cut_misses: int
+    surprises: int
+    asked: int
+    bytes_fetched: int
+
+
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A request. cache_salt separates the prefix caches of tenants that must not see each other's timing. grammar: what
-    its text must fit (`Grammars`), tried by the sender; None: anything."""
+    its text must fit (`Grammars`), tried by the sender; None: anything. sparse: None: as the server does."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
     grammar: str | None = None
+    sparse: SparseParams | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -106,6 +140,7 @@ class Delta(msgspec.Struct, kw_only=True, tag="delta", omit_defaults=True):
     draft_tokens, accepted_tokens: drafts of this request that were verified so far, and those that were right.
     stop_token_id: which token ended the text, if one did (it is in token_ids too).
     error: the reason, with finish_reason "error".
+    sparse: in the last delta of a request that was sparse.
     """
 
     request_id: str
@@ -119,6 +154,7 @@ class Delta(msgspec.Struct, kw_only=True, tag="delta", omit_defaults=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     error: str | None = None
+    sparse: SparseUsage | None = None
 
 
 class Stats(msgspec.Struct, kw_only=True):
@@ -140,6 +176,18 @@ class Stats(msgspec.Struct, kw_only=True):
     num_draft_tokens: int = 0
     accepted_at: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
     """How often the first draft was accepted, how often the second..."""
+    num_sparse: int = 0
+    num_demotions: int = 0
+    sparse_steps: int = 0
+    """Of all sparse requests, as the fields of `SparseUsage`."""
+    sparse_retries: int = 0
+    sparse_hits: int = 0
+    sparse_misses: int = 0
+    sparse_cut_misses: int = 0
+    sparse_surprises: int = 0
+    sparse_asked: int = 0
+    bytes_fetched: int = 0
+    bytes_stored: int = 0
 
     def note_drafts(self, num_drafts: int, accepted: Sequence[int]) -> None:
         """A step verified num_drafts drafts of some requests each, and accepted so many of them."""
