@@ -69,6 +69,7 @@ def select_blocks(
     allowance: torch.Tensor,
     step: torch.Tensor,
     cap: int,
+    caps: torch.Tensor | None = None,
 ) -> FetchPlan:
     """Plans, and notes the step in maps.slot_used for slots whose block is wanted. The other maps stay as they are.
 
@@ -79,7 +80,7 @@ def select_blocks(
     allowance: [num_lanes] int32, how many blocks the lane may fetch in this layer, over all heads; not negative. It is
         only read: whoever keeps it takes off misses - cut
     step: [1] int32, on the device, since a graph keeps what it was captured with; rises
-    cap: C, the most blocks that one head may fetch
+    cap: C, the most blocks that one head may fetch; caps: [entries] int64, the same of each entry, where these differ
     """
     entries, kv_heads, num_blocks = wanted.shape
     maps.check(kv_heads)
@@ -94,7 +95,10 @@ def select_blocks(
     assert (allowance.shape, allowance.dtype) == ((num_lanes,), torch.int32), (allowance.shape, allowance.dtype)
     assert (step.shape, step.dtype) == ((1,), torch.int32), (step.shape, step.dtype)
     assert cap >= 0, cap
-    return select_blocks_reference(wanted, scores, normal_wanted, maps, lanes, sparse, ring_start, allowance, step, cap)
+    assert caps is None or (caps.shape, caps.dtype) == (lanes.shape, torch.int64), (caps, lanes.shape)
+    return select_blocks_reference(
+        wanted, scores, normal_wanted, maps, lanes, sparse, ring_start, allowance, step, cap, caps
+    )
 
 
 def select_blocks_reference(
@@ -108,6 +112,7 @@ def select_blocks_reference(
     allowance: torch.Tensor,
     step: torch.Tensor,
     cap: int,
+    caps: torch.Tensor | None = None,
 ) -> FetchPlan:
     lane = lanes.clamp_min(0)
     takes_part = (lanes >= 0) & sparse[lane]
@@ -123,6 +128,8 @@ def select_blocks_reference(
     best, blocks = _best(torch.where(misses, scores, -torch.inf), cap)
     place = torch.arange(cap, device=lanes.device)
     is_candidate = (best > -torch.inf) & (place < num_evictable[..., None])
+    if caps is not None:
+        is_candidate &= (place < caps[:, None])[:, None, :]
     admitted = _within_allowance(torch.where(is_candidate, best, -torch.inf), allowance[lane])
     slots = torch.where(admitted, _first(slots, cap), -1)
 

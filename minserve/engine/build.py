@@ -27,11 +27,14 @@ from minserve.engine.sizing import (
 )
 from minserve.errors import ConfigError, RequestError
 from minserve.grammar import Grammars, Vocabulary
+from minserve.kernels.sparse_rows import RING
+from minserve.lookahead.pipeline import Lookahead
 from minserve.memory.blocks import BlockManager, blocks_for
 from minserve.memory.copies import SyncCopies
 from minserve.memory.host_pool import HostPool
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
+from minserve.memory.working_sets import WorkingSets
 from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
 from minserve.models.eagle3 import Eagle3Head
@@ -91,7 +94,10 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     pages = KVPages(model_config, num_pages, dtype, device)
     promised_bytes = pages.kv.nbytes if device.type == "cpu" else 0
     host = HostPool(num_host_blocks(config, KVPages.bytes_per_page(model_config, dtype), promised_bytes), pages)
-    lanes = Lanes(machine.max_num_seqs, blocks_for(max_model_len), model_config.vocab_size, device)
+    has_sets = _has_working_sets(config, device, host.kv.shape[0])
+    max_blocks = max(blocks_for(max_model_len), config.working_set_blocks + RING if has_sets else 0)
+    lanes = Lanes(machine.max_num_seqs, max_blocks, model_config.vocab_size, device)
+    sets = WorkingSets(pages, host, lanes, model_config.num_heads, config.working_set_blocks) if has_sets else None
     grammars = Grammars(partial(_vocabulary, config, model_config.vocab_size))
     scheduler = Scheduler(
         BlockManager(
@@ -111,7 +117,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         drafts=machine.drafts,
         grammars=grammars,
     )
-    runner = _runner(config, machine, model, pages, lanes, new_drafter(lanes), progress)
+    runner = _runner(config, machine, model, pages, lanes, sets, new_drafter(lanes), progress)
     info = Ready(
         architecture=model_config.architecture,
         device=_device_name(device),
@@ -127,6 +133,16 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     )
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
     return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info)
+
+
+def _has_working_sets(config: EngineConfig, device: torch.device, num_host_blocks: int) -> bool:
+    """Whether requests may be sparse. That needs host blocks for all that has no page."""
+    possible = num_host_blocks > 0 and device.type == "cpu"
+    if config.sparse == "above" and not possible:
+        raise ConfigError(
+            "--sparse above: working sets run on the CPU in this version, and need host memory: --host-kv SIZE"
+        )
+    return possible and config.sparse != "never"
 
 
 def _choose_machine(config: EngineConfig, model_config: ModelConfig) -> _Machine:
@@ -188,6 +204,7 @@ def _runner(
     model: CausalLM,
     pages: KVPages,
     lanes: Lanes,
+    sets: WorkingSets | None,
     drafter: Drafter | NoDrafter,
     progress: Progress,
 ) -> Runner:
@@ -195,13 +212,14 @@ def _runner(
     vocab_size = model.config.vocab_size
     sampler = Sampler(lanes, vocab_size, config.token_id_ranges)
     context = KVContext(pages.kv, lanes.page_table, model.rope_table, model.config.rms_norm_eps, model.config.num_heads)
-    decode = Decode(model, context, lanes, sampler, drafter)
+    lookahead = None if sets is None else Lookahead(sets, recalls=config.miss_policy == "recall")
+    decode = Decode(model, context, lanes, sampler, drafter, lookahead)
     if machine.shapes is not None:
         max_keys = lanes.page_table.shape[1] * BLOCK_SIZE
         compile_tiles(context)
         plan_shapes(machine.shapes, model, machine.dtype, max_keys, partial(progress, "attention plans"))
     if machine.device.type == "cpu" or config.enforce_eager:
-        return Runner(model, context, sampler, decode, decode, drafter, machine.shapes)
+        return Runner(model, context, sampler, decode, decode, drafter, machine.shapes, sets)
     graphs = DecodeGraphs(
         decode,
         CudaRecorder(),
@@ -214,7 +232,7 @@ def _runner(
     usual = machine.drafts.usual
     kinds = [StepKind(*kind) for kind in product(usual, usual, (False, True))]
     graphs.capture(kinds, partial(progress, "CUDA graphs"))
-    return Runner(model, context, sampler, decode, graphs, drafter, machine.shapes)
+    return Runner(model, context, sampler, decode, graphs, drafter, machine.shapes, sets)
 
 
 def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 from minserve.kernels.decode_attention import decode_attention, decode_batch
 from minserve.kernels.norm_rope_store import norm_rope_store
 from minserve.kernels.rope import gather_rope
+from minserve.lookahead.pipeline import SparseStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class DecodeAttention:
     """The same number of rows of each lane, one lane's after the other's.
 
     lanes: [lanes] int64, -1: padding; positions, places (see norm_rope_store), lengths: [rows] int64.
+    sparse: what it says of places, lengths and pages holds, and it is shown every layer's queries.
     """
 
     def __init__(
@@ -39,15 +41,21 @@ class DecodeAttention:
         positions: torch.Tensor,
         places: torch.Tensor,
         lengths: torch.Tensor,
+        sparse: SparseStep | None = None,
     ) -> None:
         self.num_rows = positions.shape[0]
         self._kv, self._eps = context.kv, context.norm_eps
         self._rope = gather_rope(context.rope_table, positions)
-        self._places = places
-        self._batch = decode_batch(context.page_table, lanes, lengths, context.kv[0])
+        self._places, self._sparse = places, sparse
+        page_table = context.page_table
+        if sparse is not None:
+            page_table, lanes, lengths, self._places = sparse.rows
+        self._batch = decode_batch(page_table, lanes, lengths, context.kv[0])
 
     def __call__(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """qkv: [rows, heads + 2 * kv_heads, head_dim]. Returns [rows, heads * head_dim]."""
         kv = self._kv[layer]
         q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)
+        if self._sparse is not None:
+            self._sparse.keep(layer, q)
         return decode_attention(q, kv, self._batch).flatten(1)

@@ -14,6 +14,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.step_inputs import step_inputs
+from minserve.lookahead.pipeline import Lookahead, SparseStep
 from minserve.memory.lanes import Lanes
 from minserve.memory.transfer import to_device
 from minserve.models.causal_lm import AuxStates, CausalLM
@@ -29,28 +30,32 @@ class StepKind(NamedTuple):
     """What the host decides of a decode step.
 
     num_drafts: rows of each lane behind its first; num_proposals: drafts to propose for the next step; adjusted: some
-    lane has bias, penalties or a least length.
+    lane has bias, penalties or a least length; keeps_queries: some lane is sparse, or may soon be.
     """
 
     num_drafts: int = 0
     num_proposals: int = 0
     adjusted: bool = False
+    keeps_queries: bool = False
 
 
 class DecodeRows(NamedTuple):
-    """What the model is given for the rows of a decode. token_ids: [lanes * rows] int64."""
+    """What the model is given for the rows of a decode. token_ids: [lanes * rows] int64. sparse: where some lane is."""
 
     token_ids: torch.Tensor
     attend: DecodeAttention
+    sparse: SparseStep | None
 
 
 class Decoded(NamedTuple):
     """What a step gave. logits: [lanes * rows, vocab] in the model's dtype; tokens: [lanes, rows] int64, what follows
-    each row; counts: [lanes] int64, how many of a lane's are its text."""
+    each row; counts: [lanes] int64, how many of a lane's are its text; fetched: [lanes, 5] int64, the fields of
+    `Fetched`, if queries were kept."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
     counts: torch.Tensor
+    fetched: torch.Tensor | None = None
 
 
 def new_aux(drafter: Drafter | NoDrafter, model: CausalLM, num_rows: int, like: torch.Tensor) -> torch.Tensor:
@@ -63,8 +68,16 @@ class Decode:
     """The parts of a step, and a whole one. lane_ids: [lanes] int64, each lane at most once; or PADDING."""
 
     def __init__(
-        self, model: CausalLM, context: KVContext, lanes: Lanes, sampler: Sampler, drafter: Drafter | NoDrafter
+        self,
+        model: CausalLM,
+        context: KVContext,
+        lanes: Lanes,
+        sampler: Sampler,
+        drafter: Drafter | NoDrafter,
+        lookahead: Lookahead | None = None,
     ) -> None:
+        """lookahead: None: no lane is ever sparse."""
+        self._lookahead = lookahead
         self._model = model
         self._context = context
         self._lanes = lanes
@@ -76,7 +89,7 @@ class Decode:
         """Whether `propose` does anything."""
         return bool(self._drafter.aux_layers)
 
-    def rows(self, lane_ids: torch.Tensor, num_drafts: int) -> DecodeRows:
+    def rows(self, lane_ids: torch.Tensor, num_drafts: int, *, keeps_queries: bool = False) -> DecodeRows:
         """Each lane's newest token, and its drafts behind it."""
         lanes, context = self._lanes, self._context
         token_ids, positions, places, lengths = step_inputs(
@@ -89,21 +102,29 @@ class Decode:
             num_drafts,
             BLOCK_SIZE,
         )
-        return DecodeRows(token_ids, DecodeAttention(context, lane_ids, positions, places, lengths))
+        sparse = None
+        if keeps_queries:
+            assert self._lookahead is not None, "a plan keeps queries where no lane is ever sparse"
+            sparse = self._lookahead.begin(lane_ids, lengths, places)
+        attend = DecodeAttention(context, lane_ids, positions, places, lengths, sparse)
+        return DecodeRows(token_ids, attend, sparse)
 
     def forward(self, lane_ids: torch.Tensor, num_drafts: int, aux: torch.Tensor) -> torch.Tensor:
         """Logits [lanes * rows, vocab] of these rows, in the model's dtype.
 
         aux: [lanes * rows, aux_size], filled with the states that the drafter reads.
         """
-        token_ids, attend = self.rows(lane_ids, num_drafts)
-        return self._model.logits(self._model(token_ids, attend, AuxStates(self._drafter.aux_layers, aux)))
+        return self._logits(self.rows(lane_ids, num_drafts), aux)
+
+    def _logits(self, rows: DecodeRows, aux: torch.Tensor) -> torch.Tensor:
+        states = self._model(rows.token_ids, rows.attend, AuxStates(self._drafter.aux_layers, aux))
+        return self._model.logits(states)
 
     def sample(
-        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool
+        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, most: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, counts) as in `Decoded`; they are also written to the lanes."""
-        return self._sampler.sample(logits, lane_ids, adjusted=adjusted)
+        """(tokens, counts) as in `Decoded`; they are also written to the lanes. most: see `accept_drafts`."""
+        return self._sampler.sample(logits, lane_ids, adjusted=adjusted, most=most)
 
     def propose(
         self, aux: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, lane_ids: torch.Tensor, num_proposals: int
@@ -123,10 +144,19 @@ class Decode:
         """A step of these lanes."""
         lane_ids = to_device(lanes, torch.int64, self._lanes.device)
         aux = self.new_aux(len(lanes) * (1 + kind.num_drafts))
-        return self.finish(self.forward(lane_ids, kind.num_drafts, aux), lane_ids, aux, kind)
+        rows = self.rows(lane_ids, kind.num_drafts, keeps_queries=kind.keeps_queries)
+        return self.finish(self._logits(rows, aux), lane_ids, aux, kind, rows.sparse)
 
-    def finish(self, logits: torch.Tensor, lane_ids: torch.Tensor, aux: torch.Tensor, kind: StepKind) -> Decoded:
-        """What comes behind `forward`: sample, and propose."""
-        tokens, counts = self.sample(logits, lane_ids, adjusted=kind.adjusted)
+    def finish(
+        self,
+        logits: torch.Tensor,
+        lane_ids: torch.Tensor,
+        aux: torch.Tensor,
+        kind: StepKind,
+        sparse: SparseStep | None,
+    ) -> Decoded:
+        """What comes behind `forward`: sample, propose, and fetch for the working sets."""
+        most = None if sparse is None else sparse.most_accepted()
+        tokens, counts = self.sample(logits, lane_ids, adjusted=kind.adjusted, most=most)
         self.propose(aux, tokens, counts, lane_ids, kind.num_proposals)
-        return Decoded(logits, tokens, counts)
+        return Decoded(logits, tokens, counts, None if sparse is None else sparse.fetch())

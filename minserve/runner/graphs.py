@@ -104,7 +104,8 @@ class DecodeGraphs:
 
     def _parts(self, size: int, kind: StepKind) -> list[Replay]:
         """The graphs of such a step."""
-        drafts, proposals, adjusted = kind
+        assert not kind.keeps_queries, "no graph keeps queries"
+        drafts, proposals, adjusted, _ = kind
         parts = [
             self._part(("forward", size, drafts, 0), self._forward),
             self._part(("sample", size, drafts, int(adjusted)), self._sample),

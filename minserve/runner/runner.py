@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from minserve.engine.plan import Chunk, Sample, StepPlan, StepResult
+from minserve.engine.plan import Chunk, Fetched, Sample, StepPlan, StepResult
 from minserve.memory.transfer import to_device, to_host
+from minserve.memory.working_sets import WorkingSets
 from minserve.models.causal_lm import AuxStates, CausalLM
 from minserve.protocol import TokenLogprobs
 from minserve.runner.attention import KVContext
@@ -35,7 +36,7 @@ class Runner:
     """The only object that runs the model. Plans are run in the order in which they come.
 
     steps: the parts of a decode, for steps that also read prompts; decode: whole ones, which may be recorded.
-    shapes: those that prefill is cut into, or None (see `PrefillAttention`).
+    shapes: those that prefill is cut into, or None (see `PrefillAttention`). working_sets: those of sparse lanes.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Runner:
         decode: DecodeRunner,
         drafter: Drafter | NoDrafter,
         shapes: FlashShapes | None = None,
+        working_sets: WorkingSets | None = None,
     ) -> None:
+        self._working_sets = working_sets
         self._model = model
         self._context = context
         self._sampler = sampler
@@ -62,6 +65,8 @@ class Runner:
         step = RunningStep(plan.step)
         if plan.setups:
             self._drafter.forget([setup.lane for setup in plan.setups])
+        if self._working_sets is not None:
+            self._working_sets.prepare(plan)
         if plan.chunks:
             self._read_prompts(plan, step)
         elif plan.decodes:
@@ -78,10 +83,11 @@ class Runner:
         num_read, num_sampling = len(token_ids), len(plan.samples) - len(plan.decodes)
         lane_ids = to_device([sample.lane for sample in plan.samples], torch.int64, device)
         own, decoding = lane_ids[:num_sampling], lane_ids[num_sampling:]
-        attend_decodes = None
+        attend_decodes = sparse = None
         if plan.decodes:
-            decode_ids, attend_decodes = self._steps.rows(decoding, plan.num_drafts)
-            token_ids = torch.cat([token_ids, decode_ids])
+            rows = self._steps.rows(decoding, plan.num_drafts, keeps_queries=plan.keeps_queries)
+            attend_decodes, sparse = rows.attend, rows.sparse
+            token_ids = torch.cat([token_ids, rows.token_ids])
         attend = PrefillAttention(self._context, chunks, self._shapes, attend_decodes)
         aux = new_aux(self._drafter, self._model, len(token_ids), self._context.kv)
         logits = self._model.logits(self._states(chunks, token_ids, attend, aux, step))
@@ -94,7 +100,7 @@ class Runner:
             self._drafter.read(chunks, aux[:num_read], tokens[:, 0])
             self._drafter.propose(aux[attend.wanted[:num_sampling]], tokens, counts, own, plan.num_proposals)
         if plan.decodes:
-            decoded = self._steps.finish(logits[num_sampling:], decoding, aux[num_read:], _kind(plan))
+            decoded = self._steps.finish(logits[num_sampling:], decoding, aux[num_read:], _kind(plan), sparse)
             self._report(decoded, plan.samples[num_sampling:], step)
 
     def _states(
@@ -140,22 +146,25 @@ class Runner:
             at = to_device(own, torch.int64, decoded.logits.device)
             logits = self._sampler.masked(decoded.logits[at])
             logprobs.append(Logprobs.of(logits, decoded.tokens.flatten()[at], num_top))
-        step.parts.append(Part(to_host(decoded.tokens), to_host(decoded.counts), lanes, logprobs))
+        fetched = None if decoded.fetched is None else to_host(decoded.fetched)
+        step.parts.append(Part(to_host(decoded.tokens), to_host(decoded.counts), lanes, logprobs, fetched))
 
 
 def _kind(plan: StepPlan) -> StepKind:
     samples = plan.samples[len(plan.samples) - len(plan.decodes) :]
-    return StepKind(plan.num_drafts, plan.num_proposals, any(sample.adjusted for sample in samples))
+    adjusted = any(sample.adjusted for sample in samples)
+    return StepKind(plan.num_drafts, plan.num_proposals, adjusted, plan.keeps_queries)
 
 
 class Part(NamedTuple):
     """Part of a step's result, on its way to the host. tokens: [lanes, rows]; counts: [lanes], how many of each are
-    text; logprobs: of all rows of some of the lanes."""
+    text; logprobs: of all rows of some of the lanes; fetched: as in `Decoded`."""
 
     tokens: torch.Tensor
     counts: torch.Tensor
     reported: Sequence[int]
     logprobs: Sequence[Logprobs]
+    fetched: torch.Tensor | None
 
     def text(self) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
         """Each lane's tokens, and their log probabilities if these were wanted."""
@@ -196,4 +205,5 @@ class RunningStep:
             reports += logprobs
         prompt = [[entry for part in parts for entry in part.entries()] for parts in self.prompt_logprobs]
         drafts = () if self.drafts is None else self.drafts.tolist()
-        return StepResult(self._step, token_ids, reports, prompt, drafts=drafts)
+        fetched = [Fetched(*own) for part in self.parts if part.fetched is not None for own in part.fetched.tolist()]
+        return StepResult(self._step, token_ids, reports, prompt, drafts=drafts, fetched=fetched)

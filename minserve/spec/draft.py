@@ -68,7 +68,8 @@ class Drafter:
         """Take in the target's states of decodes, and write num_proposals drafts into their lanes.
 
         aux: [entries * rows, 3 * target_hidden_size]; tokens: [entries, rows] int64, what was sampled behind each row;
-        counts: [entries] int64, how many of these were accepted; lane_ids: [entries] int64, -1: padding.
+        counts: [entries] int64, how many of these were accepted, 0: the step runs again, and the lane keeps its drafts;
+        lane_ids: [entries] int64, -1: padding.
         """
         entries, num_rows = tokens.shape
         own, is_padding = lane_ids.clamp_min(0), lane_ids < 0
@@ -97,7 +98,7 @@ class Drafter:
                     filtered=False,
                 )
             )
-        self._lanes.set_drafts(lane_ids, drafts)
+        self._lanes.set_drafts(torch.where(counts > 0, lane_ids, -1), drafts)
 
     def _kept_rows(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[int], list[int]]:
         """(rows, their lanes, their positions, how many of each chunk)."""

@@ -64,6 +64,17 @@ def test_more_rows_than_drafts_are_our_mistake(device):
         accept_drafts(torch.zeros(4, dtype=torch.int64, device=device), lanes, drafts, *tables)
 
 
+@pytest.mark.parametrize("accept", [accept_drafts_reference, accept_drafts_triton])
+def test_no_more_tokens_count_than_an_entry_may_have(accept, device):
+    tokens = torch.tensor([5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6, 7], device=device)
+    lanes = torch.tensor([0, 1, 2, -1], device=device)
+    drafts = torch.tensor([[5, 6], [5, 6], [5, 6]], device=device)
+    last_token, num_tokens = torch.tensor([[1, 2, 3], [10, 20, 30]], device=device)
+    most = torch.tensor([2, 0, 9, 9], device=device)
+    assert accept(tokens, lanes, drafts, last_token, num_tokens, most).tolist() == [2, 0, 3, 0]
+    assert (last_token.tolist(), num_tokens.tolist()) == ([6, 2, 7], [12, 20, 33])
+
+
 class Kernels(NamedTuple):
     step_inputs: object
     adjust_logits: object

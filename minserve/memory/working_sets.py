@@ -1,0 +1,135 @@
+"""The working sets of sparse lanes: which block each of their pages holds, for every layer and KV head on its own.
+
+Owns: the maps, digests and other tables of sparse lanes, on the device; fixed in size, updated in place.
+Does not know: who is sparse or why (the plan says it), or what a step fetches (lookahead).
+
+A lane is resident until a plan demotes it. Digests lie at the place of the block's host block: every block that is
+ranked has one, whoever else holds it, so there is nothing to allocate, share or free.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from minserve.engine.plan import Demotion, StepPlan
+from minserve.kernels.build_digests import build_digests
+from minserve.kernels.demote_lane import demote_lane, rank_for_demotion
+from minserve.kernels.score_blocks import LOOKAHEAD
+from minserve.kernels.select_blocks import SlotMaps
+from minserve.kernels.sparse_rows import RING
+from minserve.memory.host_pool import HostPool
+from minserve.memory.lanes import Lanes
+from minserve.memory.pages import KVPages, zeros
+from minserve.memory.transfer import to_device
+
+
+class WorkingSets:
+    """num_slots: K, the same for all lanes.
+
+    sparse: [lanes] bool                                 others are resident, and all that follows means nothing
+    ring_start: [lanes] int64                            see kernels/sparse_rows.py
+    host_table: [lanes, max_blocks] int32                the host block of each block, and the place of its digest
+    host_pieces: [layers, lanes, max_blocks] int32       the same in each layer: host block * layers + layer
+    maps: slot_block, slot_used [layers, lanes, kv_heads, K], block_slot [layers, lanes, kv_heads, max_blocks] int32
+    digests: [layers, host blocks, kv_heads, 2 (min, max), head_dim]
+    queries: [layers, lanes + 1, 2 (lookahead, normal), heads, head_dim], of the last step that kept them
+    allowance: [layers, lanes] int32                     blocks that a lane may still fetch in a layer
+    looks_ahead: [lanes] bool; num_verified, cap: [lanes] int64; retry_above: [lanes] float32, inf: never
+    retried: [lanes + 1] bool                            the lane's step has to run again, or has just done so
+    The last row of queries and of retried is nobody's: what padding writes goes there.
+    step: [1] int32                                      steps so far: the clock of slot_used
+    """
+
+    def __init__(self, pages: KVPages, host: HostPool, lanes: Lanes, num_heads: int, num_slots: int) -> None:
+        num_layers, _, kv_heads, _, _, head_dim = pages.kv.shape
+        device, dtype, num_lanes = lanes.device, pages.kv.dtype, lanes.num_lanes
+        max_blocks = lanes.page_table.shape[1]
+        assert max_blocks >= num_slots + RING, (max_blocks, num_slots)
+        self.kv, self.host, self.page_table, self.num_tokens = pages.kv, host.kv, lanes.page_table, lanes.num_tokens
+        self.num_slots, self.num_lanes = num_slots, num_lanes
+
+        def table(dtype: torch.dtype, *shape: int, fill: float = 0) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        self.sparse, self.ring_start = table(torch.bool, num_lanes), table(torch.int64, num_lanes)
+        self.host_table = table(torch.int32, num_lanes, max_blocks, fill=-1)
+        self.host_pieces = table(torch.int32, num_layers, num_lanes, max_blocks, fill=-1)
+        slots = (num_layers, num_lanes, kv_heads, num_slots)
+        self.maps = SlotMaps(
+            slot_block=table(torch.int32, *slots, fill=-1),
+            slot_used=table(torch.int32, *slots),
+            block_slot=table(torch.int32, *slots[:3], max_blocks, fill=-1),
+        )
+        self.digests = zeros((num_layers, host.kv.shape[0], kv_heads, 2, head_dim), dtype, device.type)
+        self.queries = table(dtype, num_layers, num_lanes + 1, 2, num_heads, head_dim)
+        self.allowance = table(torch.int32, num_layers, num_lanes)
+        self.looks_ahead, self.retried = table(torch.bool, num_lanes), table(torch.bool, num_lanes + 1)
+        self.num_verified, self.cap = table(torch.int64, num_lanes), table(torch.int64, num_lanes)
+        self.retry_above = table(torch.float32, num_lanes, fill=torch.inf)
+        self.step = table(torch.int32, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables that are its own."""
+        shared = (self.kv, self.host, self.page_table, self.num_tokens)
+        own = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
+        own = [table for table in own if all(table is not other for other in shared)]
+        return sum(table.nbytes for table in [*own, *self.maps])
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Write what the plan changes, behind the steps before it and before its own rows."""
+        if plan.setups:
+            lanes = to_device([setup.lane for setup in plan.setups], torch.int64, self.sparse.device)
+            self.sparse.index_fill_(0, lanes, False)
+        if plan.keeps_queries:
+            self.step += 1
+        for demotion in plan.demotions:
+            self._demote(demotion)
+        if plan.stored:
+            self._take_stored(plan.stored)
+        if plan.refills:
+            lanes, blocks, most = to_device(plan.refills, torch.int64, self.sparse.device).T
+            refilled = (self.allowance[:, lanes] + blocks).minimum(most)
+            self.allowance[:, lanes] = refilled.to(torch.int32)
+
+    def _demote(self, demotion: Demotion) -> None:
+        device, lane = self.sparse.device, demotion.lane
+        start = len(demotion.host_blocks)
+        policy, columns = demotion.policy, self.num_slots + RING
+        if demotion.ring_copies:
+            sources, targets = to_device(demotion.ring_copies, torch.int64, device).T
+            self.kv[:, targets] = self.kv[:, sources]
+        slot_pages, slot_blocks = to_device([demotion.slot_pages, demotion.slot_blocks], torch.int64, device)
+        maps = SlotMaps(*(table[:, lane] for table in self.maps))
+        maps.slot_block.fill_(-1)
+        maps.block_slot.fill_(-1)
+        self.host_table[lane].fill_(-1)
+        self.host_pieces[:, lane].fill_(-1)
+        if start:
+            pages = to_device(demotion.pages[:start], torch.int64, device)
+            places = to_device(demotion.host_blocks, torch.int64, device)
+            query = self.queries[:, lane, LOOKAHEAD]
+            wanted = rank_for_demotion(self.kv, self.digests, query, pages, places, self.num_slots)
+            demote_lane(self.kv, maps, wanted, pages, slot_pages, slot_blocks, self.step)
+            self._set_hosts(torch.full_like(places, lane), torch.arange(start, device=device), places)
+        table = to_device([*demotion.slot_pages, *demotion.ring_pages], torch.int32, device)
+        self.page_table[lane, :columns] = table
+        self.sparse[lane], self.retried[lane], self.ring_start[lane] = True, False, start
+        self.looks_ahead[lane], self.num_verified[lane] = policy.looks_ahead, policy.num_verified
+        self.cap[lane] = policy.cap
+        self.retry_above[lane] = torch.inf if policy.retry_above is None else policy.retry_above
+        self.allowance[:, lane] = 0
+
+    def _take_stored(self, stored: Sequence[tuple[int, int, int]]) -> None:
+        """Blocks in the ring have host blocks from now on, and digests."""
+        lanes, blocks, hosts = to_device(stored, torch.int64, self.sparse.device).T
+        self._set_hosts(lanes, blocks, hosts)
+        pages = self.page_table[lanes, self.num_slots + blocks % RING].to(torch.int64)
+        for layer in range(self.kv.shape[0]):
+            build_digests(self.kv[layer], self.digests[layer], pages, hosts)
+
+    def _set_hosts(self, lanes: torch.Tensor, blocks: torch.Tensor, hosts: torch.Tensor) -> None:
+        num_layers = self.kv.shape[0]
+        layer = torch.arange(num_layers, device=hosts.device)[:, None]
+        self.host_table[lanes, blocks] = hosts.to(torch.int32)
+        self.host_pieces[:, lanes, blocks] = (hosts * num_layers + layer).to(torch.int32)
