@@ -10,7 +10,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.core import Engine
-from minserve.engine.plan import Chunk, Demotion, Fetched, LaneSetup, Sample, SparsePolicy, StepPlan
+from minserve.engine.plan import Chunk, Demotion, Fetched, LaneSetup, Sample, SparsePolicy, StepPlan, StepResult
 from minserve.kernels.sparse_rows import RING
 from minserve.memory.working_sets import WorkingSets
 from minserve.protocol import SamplingParams
@@ -180,7 +180,7 @@ class SparseLab:
         self._step += 1
         return StepPlan(step=self._step, **fields)  # type: ignore[arg-type]
 
-    def _run(self, plan: StepPlan):
+    def _run(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
             self.lanes.prepare(plan)
         self._proposed = plan.num_proposals

@@ -34,8 +34,8 @@ class Sampler:
         """What follows each lane's newest token, and each of its drafts if that is what followed: (tokens, counts).
 
         logits: [entries * rows, vocab], a lane's rows one after the other; lane_ids: [entries] int64, -1: padding;
-        adjusted: some lane has penalties, bias or a least length; most: see `accept_drafts`. tokens: [entries, rows] int64, of which the first
-        counts [entries] are the text, also written to the lanes.
+        adjusted: some lane has penalties, bias or a least length; most: see `accept_drafts`.
+        tokens: [entries, rows] int64, of which the first counts [entries] are the text, also written to the lanes.
         """
         lanes = self._lanes
         if adjusted:
