@@ -63,7 +63,7 @@ class SparseLab:
         self._step = 0
         self._policy: SparsePolicy | None = None
         self.token_ids: list[int] = []
-        self._num_stored = 0
+        self._num_stored = self._num_copied = 0
 
     # ---- a resident lane ----
 
@@ -111,7 +111,7 @@ class SparseLab:
         start = max((num_tokens - 1) // BLOCK_SIZE - 1, 0)
         num_blocks = (num_tokens - 1) // BLOCK_SIZE + 1
         for block in range(num_blocks - 1):
-            self._copy("store", block, block)
+            self._store_page(block, block)
         pages = list(range(num_blocks))
         slots = list(range(num_slots))
         local = list(range(max(num_blocks, num_slots), max(num_blocks, num_slots) + RING))
@@ -122,7 +122,7 @@ class SparseLab:
             if block < num_blocks:
                 copies.append((pages[block], local[number]))
         self._policy = policy
-        self._num_stored = start
+        self._num_stored, self._num_copied = start, num_blocks - 1
         self._demotion = Demotion(
             lane=0,
             policy=policy,
@@ -167,13 +167,13 @@ class SparseLab:
         """Full blocks that have no host block yet."""
         stored = []
         for block in range(self._num_stored, (len(self.token_ids) - 1) // BLOCK_SIZE):
-            self._copy("store", self._ring[block % RING], block)
+            if block >= self._num_copied:
+                self._store_page(self._ring[block % RING], block)
             stored.append((0, block, block))
         self._num_stored += len(stored)
         return stored
 
-    def _copy(self, kind: str, page: int, host: int) -> None:
-        assert kind == "store"
+    def _store_page(self, page: int, host: int) -> None:
         self.sets.host[host].copy_(self.sets.kv[:, page])
 
     def _plan(self, **fields: object) -> StepPlan:

@@ -81,6 +81,7 @@ class WorkingSets:
         if plan.setups:
             lanes = to_device([setup.lane for setup in plan.setups], torch.int64, self.sparse.device)
             self.sparse.index_fill_(0, lanes, False)
+            self.maps.slot_block.index_fill_(1, lanes, -1)
         if plan.keeps_queries:
             self.step += 1
         for demotion in plan.demotions:
