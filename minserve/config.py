@@ -135,7 +135,7 @@ def _conflicts(config: EngineConfig) -> Iterator[tuple[bool, str]]:
     )
     yield (
         verified > most,
-        f"--verify-drafts {verified}: a step has at most {most} drafts (--num-draft-tokens), so 0 to {most} are allowed",
+        f"--verify-drafts {verified}: a step has at most {most} drafts (--num-draft-tokens); allowed are 0 to {most}",
     )
 
 

@@ -103,7 +103,7 @@ def test_what_cannot_be_together_is_refused_with_the_flag_and_what_is_allowed(tm
 
 
 def test_a_step_cannot_accept_more_drafts_than_it_has(tmp_path):
-    with pytest.raises(ConfigError, match=r"--verify-drafts 3: .* at most 2 drafts .* 0 to 2 are allowed"):
+    with pytest.raises(ConfigError, match=r"--verify-drafts 3: .* at most 2 drafts .* allowed are 0 to 2"):
         config_of(tmp_path, "--verify-drafts", "3", "--num-draft-tokens", "2", head=True)
     assert config_of(tmp_path, "--verify-drafts", "2", "--num-draft-tokens", "2", head=True).verify_drafts == 2
     with pytest.raises(ConfigError, match="at most 3 drafts"):
