@@ -217,7 +217,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine serves from now on; what it turned out to be.
 
     vocab_size is the width of the logits; token ids of prompts and options must be below it. draft: what was found of a
-    draft head.
+    draft head; empty: there is none. num_working_set_blocks: what a sparse request holds; 0: none can be sparse here.
     """
 
     architecture: str
@@ -231,6 +231,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     weights_bytes: int
     max_num_seqs: int
     draft: str = ""
+    num_working_set_blocks: int = 0
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -32,6 +32,25 @@ def activity_line(before: Stats, now: Stats, seconds: float) -> str | None:
         f"prefix hits {100 * hits / max(1, queries):.1f}%"
         + (f", host KV {100 * now.num_host_blocks_used / now.num_host_blocks:.1f}%" if now.num_host_blocks else "")
         + (f", {1 + accepted / drafts:.2f} tokens a step with drafts" if drafts else "")
+        + _sparse_part(before, now, seconds)
+    )
+
+
+def _sparse_part(before: Stats, now: Stats, seconds: float) -> str:
+    """What working sets have done; nothing if there was none. The link's rate is that of what was fetched: what is
+    stored goes the other way, and is a sixteenth of a block a token."""
+    if not now.num_sparse and now.sparse_steps == before.sparse_steps:
+        return ""
+    hits, misses = now.sparse_hits - before.sparse_hits, now.sparse_misses - before.sparse_misses
+    asked, surprises = now.sparse_asked - before.sparse_asked, now.sparse_surprises - before.sparse_surprises
+    rate, unit = (now.bytes_fetched - before.bytes_fetched) / seconds / 1e6, "MB/s"
+    if rate >= 1000:
+        rate, unit = rate / 1000, "GB/s"
+    return (
+        f", sparse {now.num_sparse}"
+        + (f", hits {100 * hits / (hits + misses):.1f}%" if hits + misses else "")
+        + (f", surprises {100 * surprises / asked:.1f}%" if asked else "")
+        + f", link {rate:.1f} {unit}"
     )
 
 

@@ -19,6 +19,7 @@ from minserve.api.schemas import ChatRequest, parse
 from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
 from minserve.api.structured import answer_grammar, calls_of
+from minserve.engine.limits import refuse_sparse
 from minserve.text import reasoning
 from minserve.text.answer import AnswerParser
 from minserve.text.reasoning import Begin, ReasoningFormat
@@ -30,6 +31,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     asked = parse(await read_json(request), ChatRequest)
     model = service.check_model(asked.model)
+    refuse_sparse(asked.sparse, service.engine.info)
     configured = service.config.tool_call_parser
     calls = calls_of(asked, None if configured is None else tool_parser_class(configured))
     tools = calls.parser

@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from minserve.api.generation import Choice, drafts_of, run
+from minserve.api.generation import Choice, drafts_of, run, sparse_of
 from minserve.api.logprobs import chat_logprobs, prompt_logprobs
 from minserve.api.responses import (
     ChatChoice,
@@ -120,8 +120,14 @@ class ChatAnswer:
         prompt = self._choices[0].submit.prompt_token_ids
         num_tokens = sum(choice.output.num_tokens for choice in self._choices)
         first = self._choices[0].output
-        drafts = drafts_of(self._choices)
-        counts = usage(len(prompt), num_tokens, first.cached_tokens, first.cached_host_tokens, drafts)
+        counts = usage(
+            len(prompt),
+            num_tokens,
+            first.cached_tokens,
+            first.cached_host_tokens,
+            drafts_of(self._choices),
+            sparse_of(self._choices),
+        )
         if self._service.reasoning is not None:
             num_reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers)
             counts.completion_tokens_details = CompletionTokensDetails(num_reasoning)

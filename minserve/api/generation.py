@@ -11,7 +11,7 @@ from contextlib import aclosing
 from minserve.api.engine import Engine
 from minserve.errors import EngineError
 from minserve.metrics import RequestTimer
-from minserve.protocol import Submit
+from minserve.protocol import SparseUsage, Submit
 from minserve.text.output import Output, Piece
 
 
@@ -48,6 +48,16 @@ def drafts_of(choices: Sequence[Choice]) -> tuple[int, int]:
     """(draft tokens that were verified, those that were right) for all choices together."""
     outputs = [choice.output for choice in choices]
     return sum(output.draft_tokens for output in outputs), sum(output.accepted_tokens for output in outputs)
+
+
+def sparse_of(choices: Sequence[Choice]) -> SparseUsage | None:
+    """What the working sets of the choices that were sparse did together, from the first token on that was computed by
+    any of them; None if none was."""
+    used = [choice.output.sparse for choice in choices if choice.output.sparse is not None]
+    if not used:
+        return None
+    totals = {name: sum(getattr(one, name) for one in used) for name in SparseUsage.__struct_fields__}
+    return SparseUsage(**totals | {"from_token": min(one.from_token for one in used)})
 
 
 async def run(engine: Engine, choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:

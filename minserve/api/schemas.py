@@ -23,6 +23,7 @@ from minserve.protocol import (
     PositiveShare,
     RepetitionPenalty,
     Share,
+    SparseParams,
     Temperature,
 )
 
@@ -166,6 +167,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    sparse: SparseParams | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 from minserve.errors import EngineDeadError
-from minserve.protocol import Delta, Ready, Stats, Submit, TokenLogprobs
+from minserve.protocol import Delta, Ready, SparseUsage, Stats, Submit, TokenLogprobs
 from minserve.text.tokenizer import Tokenizer
 
 EOS = "<|im_end|>"
@@ -16,6 +16,7 @@ class FakeEngine:
     """reply: what it says, as a text or as a function of the request; it ends with the end token.
 
     hold_at: after so many tokens every request waits for release(). fail_at: after so many tokens it fails.
+    sparse: what it says of each request's working set, at its end.
     watched: set once a server watches over it, which it does when it listens.
     submits: all requests so far. running: ids now running. aborted: ids whose stream was closed early.
     """
@@ -26,6 +27,7 @@ class FakeEngine:
         self.tokens_per_delta = 1
         self.cached_tokens = 0
         self.share_accepted: float | None = None
+        self.sparse: SparseUsage | None = None
         self.hold_at: int | None = None
         self.fail_at: int | None = None
         self.submits: list[Submit] = []
@@ -131,6 +133,8 @@ class FakeEngine:
                 delta.finish_reason, delta.stop_token_id = "stop", new[-1]
             elif sent == params.max_tokens:
                 delta.finish_reason = "length"
+            if delta.finish_reason is not None:
+                delta.sparse = self.sparse
             self.counters.generation_tokens += len(new)
             yield delta
             if delta.finish_reason is not None:
