@@ -130,6 +130,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         weights_bytes=weights_bytes,
         max_num_seqs=machine.max_num_seqs,
         draft="" if head is None else head.describe(),
+        num_working_set_blocks=config.working_set_blocks if has_sets else 0,
     )
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
     return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info)
