@@ -15,7 +15,6 @@ import torch
 from minserve.config import BLOCK_SIZE, EngineConfig
 from minserve.engine.core import Engine
 from minserve.engine.scheduler import Scheduler
-from minserve.engine.sparse_rules import SparseRules
 from minserve.engine.sizing import (
     CUDA_DRIVER_BYTES,
     choose_batch,
@@ -26,6 +25,7 @@ from minserve.engine.sizing import (
     num_host_blocks,
     refuse_unsupported,
 )
+from minserve.engine.sparse_rules import SparseRules
 from minserve.errors import ConfigError, RequestError
 from minserve.grammar import Grammars, Vocabulary
 from minserve.kernels.sparse_rows import RING

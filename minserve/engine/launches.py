@@ -16,7 +16,6 @@ from minserve.grammar import Grammars, Matcher, bar
 from minserve.protocol import TokenLogprobs
 from minserve.spec.lengths import DraftLengths
 
-
 NOTHING_FETCHED = Fetched(0, 0, 0, 0, 0)
 
 

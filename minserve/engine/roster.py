@@ -5,7 +5,6 @@ pages. Imports no torch.
 """
 
 from bisect import insort
-from collections.abc import Sequence
 
 from minserve.engine.request import Request, Status
 from minserve.memory.pool import PlacePool, background, foreground

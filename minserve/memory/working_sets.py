@@ -123,7 +123,7 @@ class WorkingSets:
 
     def _take_stored(self, stored: Sequence[tuple[int, int, int]]) -> None:
         """Blocks in the ring have host blocks from now on, and digests."""
-        lanes, blocks, hosts = to_device(stored, torch.int64, self.sparse.device).T
+        lanes, blocks, hosts = to_device(stored, torch.int64, self.sparse.device).T.contiguous()
         self._set_hosts(lanes, blocks, hosts)
         pages = self.page_table[lanes, self.num_slots + blocks % RING].to(torch.int64)
         for layer in range(self.kv.shape[0]):
