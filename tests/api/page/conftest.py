@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page, Request, async_playwright, expect
 
 from minserve.api import stats
 from minserve.api.in_flight import InFlight
@@ -26,6 +26,7 @@ async def browser() -> AsyncIterator[Browser]:
     if path is None:
         assert not os.environ.get("CI"), "chromium is missing: .ci/run installs it"
         pytest.skip("needs a browser: apt-get install chromium")
+    expect.set_options(timeout=TIMEOUT_MS)
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=path)
         yield browser
@@ -41,21 +42,25 @@ async def start(model_folder, renderers):
 
 class Visit:
     """A page of a new browser, and all that must not happen there: messages of the console, faults of scripts, dialogs,
-    requests to anybody but the server."""
+    requests to anybody but the server. may_fail: a request may, and the browser say so in the console."""
 
     def __init__(self, page: Page, origin: str) -> None:
         self.page = page
         self.complaints: list[str] = []
         self.foreign: list[str] = []
         self.paths: list[str] = []
+        self.bodies: list[str] = []
+        self.may_fail = False
         self._origin = origin
         page.set_default_timeout(TIMEOUT_MS)
         page.on("console", lambda message: self.complaints.append(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
-        page.on("request", lambda request: self._note(request.url))
+        page.on("request", lambda request: self._note(request))
 
-    def _note(self, url: str) -> None:
+    def _note(self, request: Request) -> None:
+        url = request.url
+        self.bodies += [request.post_data] if request.post_data else []
         if url.startswith(self._origin):
             self.paths.append(url.removeprefix(self._origin))
         elif not url.startswith("data:"):
@@ -73,7 +78,7 @@ class Visit:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def visit(browser):
-    """visit(url, **options of the browser) -> Visit. At the end nothing may have been complained of, but `expected`."""
+    """visit(url, **options of the browser) -> Visit. At the end nothing may have been complained of."""
     visits = []
 
     async def begin(url: str, **options) -> Visit:
@@ -86,7 +91,8 @@ async def visit(browser):
     yield begin
     for visit in visits:
         await visit.page.context.close()
-        assert visit.complaints == []
+        if not visit.may_fail:
+            assert visit.complaints == []
         assert visit.foreign == []
 
 
@@ -103,13 +109,14 @@ async def looked(start, visit):
 
 
 @pytest.fixture
-def figures(monkeypatch) -> "asyncio.Queue[StatsEvent]":
-    """What the server says of itself: the events that the test puts in here, to whoever looks."""
-    queue: asyncio.Queue[StatsEvent] = asyncio.Queue()
+def figures(monkeypatch) -> "asyncio.Queue[StatsEvent | None]":
+    """What the server says of itself: the events that the test puts in here, to whoever looks. None ends a stream."""
+    queue: asyncio.Queue[StatsEvent | None] = asyncio.Queue()
 
     async def played(_service, _caller, request_id):
         while True:
-            event = await queue.get()
+            if (event := await queue.get()) is None:
+                return
             if request_id is None:
                 event.working_set = msgspec.UNSET
             yield event

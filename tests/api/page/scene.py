@@ -31,7 +31,6 @@ def blocks(num_tokens: int, size: int = 16) -> int:
 
 | tokens | blocks | per layer |
 |---|---|---|
-| 4,096 | 256 | 16 MB |
 | 32,768 | 2,048 | 128 MB |
 """
 
