@@ -108,19 +108,45 @@ async def looked(start, visit):
     return begin
 
 
+class Played:
+    """What a server says of itself, by a script. A stream begins with all that has been put here; one that asks for a
+    request, with the last of it."""
+
+    def __init__(self) -> None:
+        self._events: list[StatsEvent] = []
+        self._num_ends = 0
+        self._changed = asyncio.Event()
+
+    def put(self, *events: StatsEvent) -> None:
+        """Say this to all who look."""
+        self._events += events
+        self._wake()
+
+    def end(self) -> None:
+        """End all streams, and forget what was said."""
+        self._events = []
+        self._num_ends += 1
+        self._wake()
+
+    async def stream(self, _service, _caller, request_id) -> AsyncIterator[StatsEvent]:
+        num_ends = self._num_ends
+        place = 0 if request_id is None else max(0, len(self._events) - 1)
+        while num_ends == self._num_ends:
+            for event in self._events[place:]:
+                yield event if request_id else msgspec.structs.replace(event, working_set=msgspec.UNSET)
+                place += 1
+            if place == len(self._events):
+                await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
 @pytest.fixture
-def figures(monkeypatch) -> "asyncio.Queue[StatsEvent | None]":
-    """What the server says of itself: the events that the test puts in here, to whoever looks. None ends a stream."""
-    queue: asyncio.Queue[StatsEvent | None] = asyncio.Queue()
-
-    async def played(_service, _caller, request_id):
-        while True:
-            if (event := await queue.get()) is None:
-                return
-            if request_id is None:
-                event.working_set = msgspec.UNSET
-            yield event
-
-    monkeypatch.setattr(stats, "stats_events", played)
+def figures(monkeypatch) -> Played:
+    """The script of what the server says of itself."""
+    played = Played()
+    monkeypatch.setattr(stats, "stats_events", played.stream)
     monkeypatch.setattr(InFlight, "has", lambda *_: True)
-    return queue
+    return played
