@@ -188,6 +188,18 @@ class TestErrors:
         await expect(visit.answer.get_by_role("alert")).to_contain_text("out of memory")
         await expect(visit.answer.locator(".prose")).to_have_text("hello")
 
+    async def test_a_question_that_got_no_answer_is_not_asked_along_with_the_next(self, looked):
+        running, visit = await looked()
+        visit.may_fail = True
+        running.engine.fail_at = 0
+        await visit.send("a secret")
+        await expect(visit.answer.get_by_role("alert")).to_be_visible()
+        running.engine.fail_at = None
+        await visit.send("hi")
+        await finished(visit)
+        assert "secret" not in asked(running)
+        await expect(visit.page.get_by_role("button", name="Try again")).not_to_be_visible()
+
     async def test_a_server_that_is_gone_is_said_to_be(self, looked):
         running, visit = await looked()
         visit.may_fail = True
