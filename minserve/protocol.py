@@ -198,6 +198,22 @@ class Stats(msgspec.Struct, kw_only=True):
                 self.accepted_at[position] += 1
 
 
+class WorkingSet(msgspec.Struct, frozen=True):
+    """Which blocks of a sparse request are on the device, for each layer and KV head on its own.
+
+    held, fetched: a bit for each block, the first in the lowest bit of a byte. A row for each KV head of each layer,
+    the heads of a layer one after the other, and every row begins with a byte of its own. fetched: those of the blocks
+    held that came from host memory in the last second.
+    """
+
+    request_id: str
+    num_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    held: bytes
+    fetched: bytes
+
+
 class Outputs(msgspec.Struct, tag="outputs"):
     """What one step produced. An empty one is the heartbeat of an idle engine."""
 

@@ -16,8 +16,10 @@ class Route(NamedTuple):
     """One row of the table of routes: what runs, and all that is said of it elsewhere.
 
     body: what the request's JSON must be. answer: the JSON of the answer; None: whatever is of the type `media`.
-    chunk: the JSON of an event, if the answer can be a stream.
+    chunk: the JSON of an event, if the answer can be a stream; without an answer, if it is always one.
+    query: the parameters of the address.
     needs_room: refused at the door while the server is full, before its body is read.
+    may_be_full: has a limit of its own, and refuses with 503.
     open: needs no key. may_be_down: 503 is one of its answers, not a failure.
     """
 
@@ -27,8 +29,10 @@ class Route(NamedTuple):
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | None = None
     chunk: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
     media: str = "application/json"
     needs_room: bool = False
+    may_be_full: bool = False
     open: bool = False
     may_be_down: bool = False
 

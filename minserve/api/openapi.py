@@ -90,6 +90,8 @@ def _operation(route: Route, with_keys: bool) -> Json:
         parameter = route.path[route.path.index("{") + 1 : -1]
         schema = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": schema}]
+    if route.query:
+        operation["parameters"] = _parameters(route.query)
     if route.body:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(route.body)}}}
     if with_keys:
@@ -104,23 +106,42 @@ def _operation(route: Route, with_keys: bool) -> Json:
     return operation
 
 
+def _parameters(query: type[msgspec.Struct]) -> list[Json]:
+    """The parameters of an address: all may be left out."""
+    _, schemas = msgspec.json.schema_components([query])
+    fields: Json = schemas[query.__name__]["properties"]
+    return [
+        {"name": name, "in": "query", "required": False, "schema": _without_null(field)}
+        for name, field in fields.items()
+    ]
+
+
+def _without_null(field: Json) -> Json:
+    [kind] = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
+    return dict(kind)
+
+
 def _refusals(route: Route, with_keys: bool) -> list[int]:
     statuses = [400]
     if with_keys and not route.open:
         statuses.append(401)
-    if "{" in route.path or route.body:
+    if "{" in route.path or route.body or route.query:
         statuses.append(404)
     if route.body:
         statuses += [408, 413, 415, 500]
     if route.needs_room:
         statuses += [429, 503]
+    if route.may_be_full:
+        statuses.append(503)
     return statuses
 
 
 def _content(route: Route) -> Json:
-    if route.answer is None:
+    if route.answer is None and route.chunk is None:
         return {route.media: {}}
-    content: Json = {route.media: {"schema": _ref(route.answer)}}
+    content: Json = {}
+    if route.answer is not None:
+        content[route.media] = {"schema": _ref(route.answer)}
     if route.chunk is not None:
         told = {"anyOf": [_ref(route.chunk), _ref(ErrorResponse)]}
         data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": told}]}

@@ -5,6 +5,7 @@ from minserve.api.completions import completions
 from minserve.api.http import Route
 from minserve.api.models import list_models, show_model
 from minserve.api.openapi import show_openapi
+from minserve.api.page import show_page
 from minserve.api.responses import (
     ChatChunk,
     ChatResponse,
@@ -17,8 +18,11 @@ from minserve.api.responses import (
     VersionResponse,
 )
 from minserve.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from minserve.api.stats import StatsEvent, StatsQuery, stream_stats
 from minserve.api.status import health, metrics, ready, version
 from minserve.api.tokenization import detokenize, tokenize
+
+PAGE = Route("GET", "/", show_page, media="text/html", open=True)
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, ChatChunk, needs_room=True),
@@ -42,5 +46,7 @@ ROUTES = (
     Route("POST", "/ping", health, answer=StatusResponse, open=True, may_be_down=True),
     Route("GET", "/version", version, answer=VersionResponse, open=True),
     Route("GET", "/metrics", metrics, media="text/plain"),
+    Route("GET", "/stats/stream", stream_stats, chunk=StatsEvent, query=StatsQuery, may_be_full=True),
     Route("GET", "/openapi.json", show_openapi),
+    PAGE,
 )

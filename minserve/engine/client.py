@@ -28,6 +28,7 @@ from minserve.protocol import (
     Stats,
     Submit,
     ToEngine,
+    WorkingSet,
 )
 
 THREADS_ENV = {"GOMP_SPINCOUNT": "1000"}
@@ -124,6 +125,10 @@ class EngineClient:
             del self._queues[submit.request_id]
             if not finished:
                 self._send(Abort(submit.request_id))
+
+    async def working_set(self, _request_id: str) -> WorkingSet | None:
+        """Always None: the requests of this version's engine are dense."""
+        return None
 
     async def wait_dead(self) -> str:
         """Wait until the engine is gone, and say why."""

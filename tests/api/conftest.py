@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +135,13 @@ def renderers():
 
 @pytest.fixture
 async def start(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
+    """As `servers` says, for one test."""
+    async with servers(model_folder, renderers) as begin:
+        yield begin
+
+
+@asynccontextmanager
+async def servers(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
     """start(...) -> Running: a server with a scripted engine; options are ServerConfig's and the engine's.
 
     run=False: the server listens, but nothing watches over its engine.
@@ -149,6 +156,7 @@ async def start(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
             stall_s: float = 3600.0,
             idle_s: float = 3600.0,
             body_s: float = 3600.0,
+            stats_interval_s: float = 3600.0,
             key: str | None = None,
             run: bool = True,
             renderer: Renderer | None = None,
@@ -159,7 +167,8 @@ async def start(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
             engine = FakeEngine(tokenizer, **(engine_options or {}))
             config = ServerConfig(**{"model_path": str(folder), "served_model_names": (MODEL,)} | options)
             sock: socket.socket = bind("127.0.0.1", 0)
-            service = Service(config, engine, tokenizer, renderer, keep_alive_s=keep_alive_s, body_s=body_s)
+            times = {"keep_alive_s": keep_alive_s, "body_s": body_s, "stats_interval_s": stats_interval_s}
+            service = Service(config, engine, tokenizer, renderer, **times)
             server = Server(service, sock, stall_s=stall_s, idle_s=idle_s)
             await server.start()
             port = sock.getsockname()[1]

@@ -51,6 +51,18 @@ def test_the_wheel_holds_every_module_of_the_checkout(wheel: Path) -> None:
     assert packed == modules
 
 
+@pytest.mark.slow
+def test_the_unpacked_wheel_has_the_page(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "from minserve.api.page import PATH, read_page; print(PATH, len(read_page().body))"
+    )
+    path, size = run("-I", "-c", code, tmp_path, cwd=tmp_path).split()
+    assert Path(path) == tmp_path / "minserve" / "api" / "page.html"
+    assert int(size) == (ROOT / "minserve" / "api" / "page.html").stat().st_size
+
+
 def test_the_default_models_head_lies_in_the_folder_of_models() -> None:
     assert DEFAULT_HEAD.resolve() == ROOT / "models" / "heads" / "smollm2-135m-eagle3"
 
