@@ -126,6 +126,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Show the working set of a request: `Seen` comes back."""
+
+    request_id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Abort what is left, answer each request, and exit with 0."""
 
@@ -221,6 +227,13 @@ class Outputs(msgspec.Struct, tag="outputs"):
     stats: Stats
 
 
+class Seen(msgspec.Struct, frozen=True, tag="seen"):
+    """The answer to a `Look`. working_set: None: the request is not sparse, or not here."""
+
+    request_id: str
+    working_set: WorkingSet | None
+
+
 class Starting(msgspec.Struct, frozen=True, tag="starting"):
     """The engine is making ready. phase: what it does ("weights", whose amounts are bytes; "CUDA graphs"...)."""
 
@@ -257,5 +270,5 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     config: bool = False
 
 
-ToEngine = Submit | Abort | Shutdown
-FromEngine = Outputs | Starting | Ready | Fatal
+ToEngine = Submit | Abort | Look | Shutdown
+FromEngine = Outputs | Seen | Starting | Ready | Fatal

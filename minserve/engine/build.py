@@ -135,7 +135,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         num_working_set_blocks=config.working_set_blocks if has_sets else 0,
     )
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
-    return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info)
+    return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info, sets=sets)
 
 
 def _has_working_sets(config: EngineConfig, device: torch.device, num_host_blocks: int) -> bool:

@@ -21,8 +21,10 @@ from minserve.protocol import (
     Delta,
     Fatal,
     FromEngine,
+    Look,
     Outputs,
     Ready,
+    Seen,
     Shutdown,
     Starting,
     Stats,
@@ -60,6 +62,7 @@ class EngineClient:
         self._writer = writer
         self._engine_timeout_s = engine_timeout_s
         self._queues: dict[str, asyncio.Queue[Delta | None]] = {}
+        self._looking: dict[str, list[asyncio.Future[WorkingSet | None]]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._listener: asyncio.Task[None] | None = None
@@ -126,9 +129,14 @@ class EngineClient:
             if not finished:
                 self._send(Abort(submit.request_id))
 
-    async def working_set(self, _request_id: str) -> WorkingSet | None:
-        """Always None: the requests of this version's engine are dense."""
-        return None
+    async def working_set(self, request_id: str) -> WorkingSet | None:
+        """Which blocks of a sparse request are in pages; None if it is not sparse, or the engine is gone."""
+        if not self.alive:
+            return None
+        seen: asyncio.Future[WorkingSet | None] = asyncio.get_running_loop().create_future()
+        self._looking.setdefault(request_id, []).append(seen)
+        self._send(Look(request_id))
+        return await seen
 
     async def wait_dead(self) -> str:
         """Wait until the engine is gone, and say why."""
@@ -164,6 +172,8 @@ class EngineClient:
                 message = await self._receive_in_time()
                 if isinstance(message, Outputs):
                     self._hand_out(message)
+                elif isinstance(message, Seen):
+                    self._show(message.request_id, message.working_set)
                 elif isinstance(message, Fatal):
                     reason = message.message
                     break
@@ -179,6 +189,14 @@ class EngineClient:
         self.dead.set_result(reason)
         for queue in self._queues.values():
             queue.put_nowait(None)
+        for request_id in list(self._looking):
+            self._show(request_id, None)
+
+    def _show(self, request_id: str, working_set: WorkingSet | None) -> None:
+        """To all who look at the request: whoever came last sees what the first one sees."""
+        for seen in self._looking.pop(request_id, ()):
+            if not seen.done():  # else who looked has left
+                seen.set_result(working_set)
 
     def _hand_out(self, outputs: Outputs) -> None:
         self.stats = outputs.stats

@@ -174,3 +174,30 @@ def test_many_run_where_two_would_fit(tmp_path):
     assert most_running >= 6
     assert most_pages <= num_pages
     assert set(lengths.values()) == {NEW}
+
+
+def test_a_look_at_a_sparse_request_shows_what_it_holds(tmp_path):
+    own = engine(tmp_path / "engine", 3, miss_policy="approximate")
+    own.submit(request("a", 4, 300, max_tokens=80))
+    own.submit(request("b", 5, 30, sparse=SparseParams(mode="never")))
+    shown = []
+    while own.has_work:
+        own.step()
+        looked = own.working_set("a")
+        assert own.working_set("b") is None
+        if looked is not None:
+            shown.append(looked)
+            row_bytes = -(-looked.num_blocks // 8)
+            assert len(looked.held) == len(looked.fetched) == looked.num_layers * looked.num_kv_heads * row_bytes
+            for begin in range(0, len(looked.held), row_bytes):
+                held, fetched = (
+                    int.from_bytes(bits[begin : begin + row_bytes], "little") for bits in (looked.held, looked.fetched)
+                )
+                assert 3 + 2 <= held.bit_count() <= 3 + 3, "three slots, and the ring"
+                assert held & 1, "block 0"
+                assert held >> (looked.num_blocks - 1) == 1, "the newest, and none behind it"
+                assert fetched & ~held == 0
+    assert (looked := shown[0]).num_blocks == 19
+    assert not any(looked.fetched), "nothing has been seen before"
+    assert any(any(looked.fetched) for looked in shown)
+    assert own.working_set("a") is None
