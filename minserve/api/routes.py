@@ -3,6 +3,9 @@
 from minserve.api.chat import chat_completions
 from minserve.api.completions import completions
 from minserve.api.http import Route
+from minserve.api.items import responses
+from minserve.api.items_request import ResponsesRequest
+from minserve.api.items_shapes import EVENTS, Response
 from minserve.api.models import list_models, show_model
 from minserve.api.openapi import show_openapi
 from minserve.api.responses import (
@@ -21,16 +24,17 @@ from minserve.api.status import health, metrics, ready, version
 from minserve.api.tokenization import detokenize, tokenize
 
 ROUTES = (
-    Route("POST", "/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, ChatChunk, needs_room=True),
+    Route("POST", "/v1/chat/completions", chat_completions, ChatRequest, ChatResponse, (ChatChunk,), needs_room=True),
     Route(
         "POST",
         "/v1/completions",
         completions,
         CompletionRequest,
         CompletionResponse,
-        chunk=CompletionResponse,
+        events=(CompletionResponse,),
         needs_room=True,
     ),
+    Route("POST", "/v1/responses", responses, ResponsesRequest, Response, EVENTS, named=True, needs_room=True),
     Route("GET", "/v1/models", list_models, answer=ModelList),
     Route("GET", "/v1/models/{id}", show_model, answer=ModelCard),
     Route("POST", "/tokenize", tokenize, TokenizeRequest, TokenizeResponse, needs_room=True),
