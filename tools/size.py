@@ -28,8 +28,8 @@ GPU's kernels (1300), graphs, fixed shapes and FP8 (500), and the benchmarks tha
 needs (600): room for each key, slow clients, other origins, /openapi.json. 14200: the training of draft heads (1250),
 a tenth of it the questions that a model is asked. 15600: structured output (600), half of it to say what is wrong with
 a request and to try a client's grammar where it can do no harm; the arithmetic of working sets (410); 200 had gone
-unnoticed before. 16700: /v1/responses (700), a third of it the shapes of its items and events; the clients that are tried
-against the server (300).
+unnoticed before. 16700: /v1/responses (700), a third of it the shapes of its items and events; a script that tries the
+clients that people have (250).
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

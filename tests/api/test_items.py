@@ -9,12 +9,12 @@ import pytest
 from minserve.text.chat import ChatTemplate
 from minserve.text.renderer import Renderer
 from tests.api import tiny
+from tests.api.checks import RESPONSES
 from tests.api.conftest import MODEL
 from tests.api.test_structured import SCHEMA, accepts
 
 ADD = {"type": "function", "name": "add", "description": "a<b", "parameters": SCHEMA}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-RESPONSES = "/v1/responses"
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import pydantic
 import pytest
 
 from tests.api import tiny
+from tests.api.checks import RESPONSES
 from tests.api.conftest import MODEL
-from tests.api.test_items import ADD, CALL, RESPONSES
+from tests.api.test_items import ADD, CALL
 from tests.api.test_streams import open_stream
 
 FRAME = "response."
