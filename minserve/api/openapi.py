@@ -13,7 +13,7 @@ from aiohttp import web
 from minserve import __version__
 from minserve.api.http import Route
 from minserve.api.responses import ErrorResponse
-from minserve.api.schemas import INERT, NOT_SUPPORTED
+from minserve.api.schemas import INERT, Body
 
 OPENAPI = web.AppKey("openapi", bytes)
 
@@ -42,11 +42,11 @@ async def show_openapi(request: web.Request) -> web.Response:
 def openapi(routes: Sequence[Route], *, with_keys: bool) -> bytes:
     """The document, of OpenAPI 3.1."""
     bodies = {route.body for route in routes if route.body}
-    answers = {kind for route in routes for kind in (route.answer, route.chunk) if kind}
+    answers = {kind for route in routes for kind in (route.answer, *route.events) if kind}
     kinds = sorted(bodies | answers | {ErrorResponse}, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     for body in bodies:
-        schemas[body.__name__] = _as_checked(schemas[body.__name__])
+        schemas[body.__name__] = _as_checked(schemas[body.__name__], body)
     paths: dict[str, Json] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, with_keys)
@@ -61,11 +61,11 @@ def openapi(routes: Sequence[Route], *, with_keys: bool) -> bytes:
     return msgspec.json.encode(document)
 
 
-def _as_checked(schema: Json) -> Json:
+def _as_checked(schema: Json, body: type[Body]) -> Json:
     """The schema of a body: null means "not given", and nothing else is taken but what asks for nothing."""
     required = schema.get("required", [])
     taken: Json = {name: {} for name in sorted(INERT)}
-    taken |= {name: {"enum": [*values, None]} for name, values in NOT_SUPPORTED.items()}
+    taken |= {name: {"enum": [*values, None]} for name, values in body.not_supported.items()}
     for name, field in schema["properties"].items():
         taken[name] = field if name in required else _or_null(field)
     return schema | {"properties": taken, "additionalProperties": False}
@@ -137,15 +137,19 @@ def _refusals(route: Route, with_keys: bool) -> list[int]:
 
 
 def _content(route: Route) -> Json:
-    if route.answer is None and route.chunk is None:
+    if route.answer is None and not route.events:
         return {route.media: {}}
     content: Json = {}
     if route.answer is not None:
         content[route.media] = {"schema": _ref(route.answer)}
-    if route.chunk is not None:
-        told = {"anyOf": [_ref(route.chunk), _ref(ErrorResponse)]}
-        data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": told}]}
-        event = {"type": "object", "properties": {"data": {"type": "string"} | data}, "required": ["data"]}
+    if route.events:
+        kinds: list[type[msgspec.Struct]] = [*route.events, *([] if route.named else [ErrorResponse])]
+        told: Json = {
+            "contentMediaType": "application/json",
+            "contentSchema": {"anyOf": [_ref(kind) for kind in kinds]},
+        }
+        data = {"type": "string"} | (told if route.named else {"anyOf": [{"const": "[DONE]"}, told]})
+        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
         content["text/event-stream"] = {"schema": event}
     return content
 

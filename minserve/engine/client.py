@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
@@ -37,6 +37,24 @@ THREADS_ENV = {"GOMP_SPINCOUNT": "1000"}
 """OpenMP's threads spin for milliseconds when they wait for each other, by default. Where the API process or anything
 else wants a core at the same time, the spinning thread keeps from it the one that it waits for, and a step on the CPU
 takes many times as long."""
+
+
+def joined(deltas: Sequence[Delta | None]) -> list[Delta | None]:
+    """Successive deltas of one request in as few as say the same. A failure stays apart from the tokens before it."""
+    whole: list[Delta | None] = []
+    for delta in deltas:
+        last = whole[-1] if whole else None
+        if last is None or delta is None or delta.finish_reason in ("abort", "error"):
+            whole.append(delta)
+            continue
+        last.token_ids.extend(delta.token_ids)
+        if last.logprobs is not None:
+            last.logprobs.extend(delta.logprobs or ())
+        last.finish_reason, last.stop_token_id = delta.finish_reason, delta.stop_token_id
+        last.draft_tokens, last.accepted_tokens = delta.draft_tokens, delta.accepted_tokens
+        if delta.cached_tokens is not None:
+            last.cached_tokens, last.cached_host_tokens = delta.cached_tokens, delta.cached_host_tokens
+    return whole
 
 
 class EngineClient:
@@ -108,6 +126,7 @@ class EngineClient:
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """The deltas of a request, up to and with its terminal one. Closing the iterator early aborts the request.
 
+        What waits to be taken comes as one delta, so that who has fallen behind has less to do for each token.
         Raises EngineDeadError if the engine ends before the request does.
         """
         if not self.alive:
@@ -117,13 +136,17 @@ class EngineClient:
         finished = False
         try:
             self._send(submit)
-            while not finished:
-                delta = await queue.get()
-                if delta is None:
-                    finished = True
-                    raise EngineDeadError(self.dead.result())
-                finished = delta.finish_reason is not None
-                yield delta
+            while True:
+                waiting = [await queue.get()]
+                while not queue.empty():
+                    waiting.append(queue.get_nowait())
+                for delta in joined(waiting):
+                    finished = delta is None or delta.finish_reason is not None
+                    if delta is None:
+                        raise EngineDeadError(self.dead.result())
+                    yield delta
+                    if finished:  # the engine may have ended since
+                        return
         finally:
             del self._queues[submit.request_id]
             if not finished:

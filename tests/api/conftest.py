@@ -1,6 +1,7 @@
 """Servers to test against: a scripted engine behind the real server object, and the real command as a process."""
 
 import asyncio
+import io
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -37,7 +38,7 @@ class Running:
 
     async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
         """Status and JSON of a POST. body: a JSON value, or bytes as they are."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Content-Type": "application/json"} | kwargs.pop("headers", {})
         async with self.http.post(path, data=data, headers=headers, **kwargs) as response:
             return response.status, await response.json()

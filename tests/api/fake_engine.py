@@ -109,16 +109,16 @@ class FakeEngine:
         token_ids = self._reply_ids(submit)
         ends = set() if params.ignore_eos else set(self.tokenizer.eos_token_ids)
         ends |= set(params.stop_token_ids)
-        token_ids = token_ids[: params.max_tokens]
+        num_tokens = min(len(token_ids), params.max_tokens)
         sent = 0
-        while sent < len(token_ids):
+        while sent < num_tokens:
             if sent == self.hold_at and await self._hold():
                 yield Delta(request_id=submit.request_id, finish_reason="abort")
                 return
             if sent == self.fail_at:
                 yield Delta(request_id=submit.request_id, finish_reason="error", error="out of memory")
                 return
-            new = token_ids[sent : sent + self.tokens_per_delta]
+            new = token_ids[sent : min(sent + self.tokens_per_delta, num_tokens)]
             stop = next((i for i, token_id in enumerate(new) if token_id in ends), None)
             new = new if stop is None else new[: stop + 1]
             delta = Delta(request_id=submit.request_id, token_ids=new)

@@ -197,7 +197,7 @@ def test_a_look_at_a_sparse_request_shows_what_it_holds(tmp_path):
                 assert held & 1, "block 0"
                 assert held >> (looked.num_blocks - 1) == 1, "the newest, and none behind it"
                 assert fetched & ~held == 0
-    assert (looked := shown[0]).num_blocks == 19
-    assert not any(looked.fetched), "nothing has been seen before"
+    assert shown[0].num_blocks == 19
+    assert not any(shown[0].fetched), "nothing has been seen before"
     assert any(any(looked.fetched) for looked in shown)
     assert own.working_set("a") is None
