@@ -60,7 +60,7 @@ def _route_def(route: Route) -> web.RouteDef:
     if route.method == "POST":
         return web.post(path, route.handler)
     # GET brings HEAD with it, but of what never ends.
-    return web.get(path, route.handler, allow_head=route.events is None)
+    return web.get(path, route.handler, allow_head=not route.events)
 
 
 _NEEDS_ROOM = frozenset(route.path for route in ROUTES if route.needs_room)

@@ -65,7 +65,7 @@ def figures_between(before: Stats, now: Stats, seconds: float) -> Figures:
             (count - earlier) / drafts
             for count, earlier in zip(now.accepted_at[:longest], before.accepted_at[:longest], strict=True)
         ]
-    if now.num_demotions:
+    if now.num_demotions or now.num_sparse or now.sparse_steps:
         _add_sparse(figures, before, now, seconds)
     return figures
 
