@@ -27,3 +27,29 @@ async def test_the_default_model_answers_a_chat_and_the_server_is_seen_at_work(v
     # The prompt's full blocks are there still.
     await expect(visit.answer.locator(".figures")).to_have_text(re.compile(r"[1-9]\d* of \d+ cached"))
     assert real_server.faults == []
+
+
+async def test_the_heat_map_shows_the_working_set_of_a_chat_while_it_is_answered(visit, start_real, request):
+    """Sparse from its first step, with so few slots that blocks come and go."""
+    flags = ("--host-kv", "256MiB", "--sparse", "above:0", "--working-set-blocks", "8", "--max-num-seqs", "4")
+    server = start_real(*flags, "--draft", "none", "--fetch", "fixed", "--miss-policy", "approximate")
+    visit = await visit(server.url)
+    await set_field(visit, "temperature", "0")
+    await set_field(visit, "max tokens", "400")
+    people = " ".join(f"Person {number} likes the number {number}." for number in range(40))
+    await visit.send(f"Tell a long story of these people. {people}")
+    said = visit.page.locator("#map-figures")
+    await visit.page.get_by_role("radio").first.check()
+    await expect(visit.page.locator("#map")).to_be_visible()
+    await expect(said).to_contain_text("of its blocks on the GPU")
+    drawing = "canvas => canvas.toDataURL()"
+    told, drawn = await said.inner_text(), await visit.page.locator("#map").evaluate(drawing)
+    await expect(said).not_to_have_text(told)
+    assert await visit.page.locator("#map").evaluate(drawing) != drawn
+    await expect(said).to_have_text(re.compile(r"^([1-9]|[1-9]\d)(\.\d+)?% of its blocks"))
+    for name in ("Working set hits", "Link", "Surprises"):
+        await expect(visit.page.locator(".plot:visible h3").filter(has_text=name)).to_be_visible()
+    if folder := request.config.getoption("pictures"):
+        await visit.page.screenshot(path=folder / "working-set-of-a-chat.png")
+    await visit.page.get_by_role("button", name="Stop").click()
+    assert server.faults == []
