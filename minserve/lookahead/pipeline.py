@@ -168,7 +168,7 @@ class SparseStep:
     def _fetch(self, layers: slice, plan: FetchPlan, lanes: torch.Tensor) -> None:
         sets = self._sets
         most = max(1, int((plan.blocks >= 0).sum(dim=2).max()))
-        plan = plan._replace(blocks=plan.blocks[..., :most], slots=plan.slots[..., :most])
+        plan = plan._replace(blocks=plan.blocks[..., :most].contiguous(), slots=plan.slots[..., :most].contiguous())
         pieces = sets.host.view(-1, 1, *sets.host.shape[2:])
         kv, table = self._flat_pages(layers)
         places = sets.host_pieces[layers].flatten(0, 1)
