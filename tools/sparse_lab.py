@@ -232,7 +232,9 @@ class SparseLab:
         self.sampler.forced = forced
         if drafts is not None:
             device = self.lanes.device
-            self.lanes.set_drafts(torch.zeros(1, dtype=torch.int64, device=device), list(torch.tensor([drafts]).T.to(device)))
+            self.lanes.set_drafts(
+                torch.zeros(1, dtype=torch.int64, device=device), list(torch.tensor([drafts]).T.to(device))
+            )
             self._proposed = len(drafts)
         standing = self.lanes.drafts[0, : self._proposed].tolist()
         is_sparse = self._policy is not None

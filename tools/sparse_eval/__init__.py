@@ -6,4 +6,6 @@
     bench      the lane, and what it has read, to begin from several times
     loss  looking_ahead  traffic  recall_tests   the questions
     report  plots                                tables, JSON lines, PNGs
+
+All of it stands on tools/sparse_lab.py: the runner and the working sets of the engine, without a scheduler.
 """

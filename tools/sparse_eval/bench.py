@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from minserve.config import EngineConfig
 from minserve.engine.build import build_engine
@@ -15,7 +16,7 @@ from minserve.kernels.sparse_rows import RING
 from minserve.memory.blocks import blocks_for
 from minserve.memory.pages import KVPages
 from minserve.models.config import ModelConfig
-from tools.sparse_lab import SparseLab, Snapshot
+from tools.sparse_lab import Snapshot, SparseLab
 
 from .follow import Seen, follow
 from .policies import Policy
@@ -54,6 +55,7 @@ class Bench:
         self.num_layers, _, self.kv_heads, _, _, self.head_dim = self.lab.kv.shape
         self.piece_bytes = self.lab.kv[0, 0, 0].nbytes
         """Of one block of one KV head of one layer: what a fetch moves."""
+        self._bar = tqdm(unit=" steps", disable=None)
         self._starts: dict[tuple[int, ...], Snapshot] = {}
 
     @property
@@ -78,4 +80,7 @@ class Bench:
 
     def follow(self, start: Snapshot, policy: Policy, until: int, text: Sequence[int] = ()) -> Iterator[Seen]:
         """As the function."""
-        return follow(self.lab, start, policy, until, text)
+        self._bar.set_description(policy.name)
+        for seen in follow(self.lab, start, policy, until, text):
+            self._bar.update()
+            yield seen

@@ -10,7 +10,7 @@ import torch
 
 from minserve.engine.plan import Fetched
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
-from tools.sparse_lab import SparseLab, Snapshot, Step
+from tools.sparse_lab import Snapshot, SparseLab, Step
 
 from .policies import Policy
 
@@ -34,8 +34,8 @@ class Seen(NamedTuple):
 
 
 def follow(lab: SparseLab, start: Snapshot, policy: Policy, until: int, text: Sequence[int] = ()) -> Iterator[Seen]:
-    """From a resident lane on, until it has `until` tokens. text: all of it that is given, from the first token on; from
-    its end on the lane's tokens are the model's own."""
+    """From a resident lane on, until it has `until` tokens. text: all of it that is given, from the first token on;
+    behind its end the lane's tokens are the model's own."""
     lab.num_drafts = policy.num_proposed
     lab.use(max(policy.num_slots, 1), recalls=policy.recalls)
     lab.restore(start)

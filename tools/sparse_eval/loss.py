@@ -8,7 +8,6 @@ from dataclasses import replace
 from statistics import mean, stdev
 
 from minserve.memory.blocks import blocks_for
-
 from tools.sparse_lab import Snapshot
 
 from .bench import MOST_DRAFTS, Bench
@@ -24,8 +23,8 @@ def measure_loss(
     slots: Sequence[int],
     caps: Sequence[int],
 ) -> list[Row]:
-    """documents: tokens, the first `context` of which are read densely. base: what K and cap are put into; a cap of 0 is
-    none. The last row has a slot for every block, which should cost nothing."""
+    """documents: tokens, the first `context` of which are read densely. base: what K and cap are put into; 0: no cap.
+    The last row has a slot for every block, which should cost nothing."""
     most = blocks_for(len(documents[0]))
     policies = [
         replace(base, name=f"K {num_slots}", num_slots=num_slots, fetch="fixed" if cap else "all", cap=cap)
@@ -51,7 +50,7 @@ def measure_loss(
             "cap": policy.cap if policy.fetch == "fixed" else None,
             "above_dense": mean(own),
             "error": stdev(own) / len(own) ** 0.5 if len(own) > 1 else None,
-            "same_token": mean(tokens),
+            "same_token": sum(tokens) / len(tokens),
             "dense": mean(dense_losses),
             "by_document": own,
             "policy": policy.name,
@@ -62,9 +61,7 @@ def measure_loss(
     ]
 
 
-def _losses(
-    bench: Bench, start: Snapshot, policy: Policy, document: Sequence[int]
-) -> tuple[list[float], list[int]]:
+def _losses(bench: Bench, start: Snapshot, policy: Policy, document: Sequence[int]) -> tuple[list[float], list[int]]:
     """Of each token of the document that the lane decodes: its loss, and what the model would have said instead."""
     losses: list[float] = []
     best: list[int] = []

@@ -6,8 +6,7 @@ step that runs again is given its token again. The answer is the model's own.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
-from operator import eq
+from difflib import SequenceMatcher
 from statistics import mean
 from typing import NamedTuple
 
@@ -30,8 +29,9 @@ Score = Callable[[Task, Sequence[int]], float]
 
 
 def copied(task: Task, answer: Sequence[int]) -> float:
-    """The share of the passage that was repeated before the first mistake."""
-    return sum(1 for _ in takewhile(bool, map(eq, task.answer, answer))) / len(task.answer)
+    """The share of the passage that was repeated, in its order."""
+    blocks = SequenceMatcher(None, task.answer, answer, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks) / len(task.answer)
 
 
 def measure_recall(bench: Bench, policies: Sequence[Policy], tasks: Sequence[Task], score: Score) -> list[Row]:

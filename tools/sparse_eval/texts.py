@@ -31,7 +31,7 @@ NEEDLE = "\nThe magic number of {city} is {number}.\n"
 NEEDLE_QUESTION = "\n\nWhat is the magic number of {city}?"
 NEEDLE_ANSWER = "The magic number of {city} is"
 COPY_QUESTION = "\n\nRepeat the passage of this text that begins with: {begin}"
-BEGIN_TOKENS = 16
+BEGIN_TOKENS = 12
 """Of a passage that is to be copied, which are given."""
 
 
@@ -85,7 +85,7 @@ class Texts:
     def copy(self, number: int, num_tokens: int, depth: float, length: int) -> Task:
         """A passage of a document of so many tokens, which is to be repeated."""
         own = self.document(number, num_tokens - len(self._before))
-        at = self._line_end(own, depth)
+        at = self._paragraph(own, depth)
         begin, passage = own[at : at + BEGIN_TOKENS], own[at + BEGIN_TOKENS : at + BEGIN_TOKENS + length]
         assert len(passage) == length, (depth, num_tokens)
         shown = self._tokenizer.decode(begin).strip()
@@ -93,12 +93,23 @@ class Texts:
         return Task([*self._before, *own], question, passage, depth)
 
     def is_answered(self, task: Task, answer: Sequence[int]) -> bool:
-        """Whether the wanted text is the first that the answer says."""
+        """Whether the answer begins with what is wanted."""
         wanted, said = (self._tokenizer.decode(ids).strip() for ids in (task.answer, answer))
         return said.startswith(wanted)
 
     def _question(self, question: str, answer: str) -> list[int]:
         return self.tokens(question + self._after + answer)
+
+    def _paragraph(self, ids: Sequence[int], depth: float) -> int:
+        """Where the first paragraph of prose begins behind so much of the text."""
+        first = max(int(depth * len(ids)), 2)
+        begins = (
+            at
+            for at in range(first, len(ids))
+            if self._tokenizer.decode(ids[at - 2 : at]).endswith("\n\n")
+            and self._tokenizer.decode(ids[at : at + 1])[:1].isalpha()
+        )
+        return next(begins, first)
 
     def _line_end(self, ids: Sequence[int], depth: float) -> int:
         """The first end of a line behind so much of the text."""

@@ -33,9 +33,10 @@ class Traffic:
                 self.asked += seen.fetched.asked
 
     def row(self, bench: Bench) -> Row:
-        """For a step and one KV head of one layer, but bytes and retries, which are for a step."""
+        """For a step and one KV head of one layer, but bytes and retries."""
         steps = max(self.num_steps, 1)
         each = steps * bench.heads
+        moved = (self.misses - self.cut) * bench.piece_bytes
         return {
             "hits": self.hits / each,
             "misses": self.misses / each,
@@ -43,7 +44,8 @@ class Traffic:
             "fetched": (self.misses - self.cut) / each,
             "surprises": self.surprises / each,
             "surprise": self.surprises / max(self.asked, 1),
-            "bytes_per_step": (self.misses - self.cut) * bench.piece_bytes / steps,
+            "bytes_per_step": moved / steps,
+            "bytes_per_token": moved / max(self.num_tokens, 1),
             "retries": self.num_again / steps,
             "tokens_per_step": self.num_tokens / steps,
             "steps": self.num_steps,
