@@ -18,7 +18,7 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 15600
+BUDGET_CODE_LINES = 17000
 """Lines of code outside tests/. A commit may raise it, and says why.
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
@@ -28,7 +28,8 @@ GPU's kernels (1300), graphs, fixed shapes and FP8 (500), and the benchmarks tha
 needs (600): room for each key, slow clients, other origins, /openapi.json. 14200: the training of draft heads (1250),
 a tenth of it the questions that a model is asked. 15600: structured output (600), half of it to say what is wrong with
 a request and to try a client's grammar where it can do no harm; the arithmetic of working sets (410); 200 had gone
-unnoticed before.
+unnoticed before. 17000: the device's half of sparse requests (490), and what says how good their choices are: the lab and
+its questions (810).
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
