@@ -4,13 +4,13 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """LLM and SamplingParams, imported when first used: the API process must not import torch."""
+    """LLM, SamplingParams and SparseParams, imported when first used: the API process must not import torch."""
     if name == "LLM":
         from minserve.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from minserve.protocol import SamplingParams
+    if name in ("SamplingParams", "SparseParams"):
+        from minserve import protocol
 
-        return SamplingParams
+        return getattr(protocol, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

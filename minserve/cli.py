@@ -99,6 +99,7 @@ def server_config_of(args: argparse.Namespace, name: str, model_folder: Path) ->
         max_requests_per_key=args.max_requests_per_key,
         max_connections=args.max_connections,
         max_request_bytes=args.max_request_bytes,
+        page=args.page,
         allowed_origins=tuple(chain.from_iterable(args.allowed_origins)),
         shutdown_timeout_s=args.shutdown_timeout,
     )
@@ -123,6 +124,7 @@ def engine_config_of(
     draft_folder: Path | None = None,
 ) -> EngineConfig:
     """What the engine process is built from."""
+    sparse, sparse_above = args.sparse
     return EngineConfig.checked(
         model_path=str(model_folder),
         tokenizer_path=None if tokenizer_folder is None else str(tokenizer_folder),
@@ -146,4 +148,12 @@ def engine_config_of(
         draft_path=None if draft_folder is None else str(draft_folder),
         num_draft_tokens=args.num_draft_tokens,
         draft_window=args.draft_window,
+        sparse=sparse,
+        sparse_above=sparse_above,
+        working_set_blocks=args.working_set_blocks,
+        fetch=args.fetch,
+        fetch_ratio=args.fetch_ratio,
+        lookahead=args.lookahead,
+        verify_drafts=args.verify_drafts,
+        miss_policy=args.miss_policy,
     )

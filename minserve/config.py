@@ -5,6 +5,7 @@ Does not know: argv (cli parses), model files (the caller resolves them first).
 `EngineConfig` is also the first message that the engine process receives.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,6 +19,9 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 BLOCK_SIZE = 16
 """Tokens in a block: the unit of the KV cache. Fixed, because kernels, digests and host layout are built on it."""
 
+MOST_AUTO_DRAFTS = 3
+"""Drafts of a step at most, where the engine chooses how many pay."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the engine is built from.
@@ -28,7 +32,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Empty: all of them.
     quantization: "fp8": keep the projections of the layers in 8 bits; None: as the checkpoint has them.
     kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
-    host_kv: bytes of host memory for blocks that have no page; 0: none. It needs prefix caching.
+    host_kv: bytes of host memory for blocks that have no page; 0: none; "auto": most of what is free at the start. It
+        needs prefix caching.
     prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
     max_num_seqs: requests that run at once. None: 256 on a GPU, 64 on a CPU.
     max_num_batched_tokens: tokens of prompts that one step may compute; decodes come on top.
@@ -59,7 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] | None = None
     max_num_batched_tokens: PositiveInt | None = None
     kv_cache_memory: PositiveInt | None = None
-    host_kv: NonNegativeInt = 0
+    host_kv: NonNegativeInt | Literal["auto"] = 0
     prefill_reserve: NonNegativeInt = 0
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
@@ -84,12 +89,54 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def checked(cls, **fields: Any) -> "EngineConfig":
-        """A configuration of these fields. Raises ConfigError for one that is unknown or out of its bounds."""
+        """A configuration of these fields. Raises ConfigError for one that is unknown, out of its bounds, or of no use
+        beside the others."""
         try:
-            return msgspec.convert(fields, cls)
+            config = msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
             name, what = field_fault(error)
             raise ConfigError(f"{name}: {what}") from None
+        for wrong, why in _conflicts(config):
+            if wrong:
+                raise ConfigError(why)
+        return config
+
+
+def _conflicts(config: EngineConfig) -> Iterator[tuple[bool, str]]:
+    """What cannot be together, though each of it can: whether it is, and the line that says so."""
+    above, caching, headless = config.sparse == "above", config.enable_prefix_caching, config.draft_path is None
+    yield (
+        above and not caching,
+        "--sparse above needs prefix caching, by whose keys blocks are found in host memory; without "
+        "--no-enable-prefix-caching it is there, and --sparse never needs none",
+    )
+    yield (
+        bool(config.host_kv) and not caching,
+        "--host-kv needs prefix caching: blocks in host memory are found by the keys of the prefix cache; leave "
+        "--no-enable-prefix-caching out",
+    )
+    yield (
+        above and not config.host_kv,
+        "--sparse above needs --host-kv, which holds what a sparse request has no page for; give it a size or auto, or "
+        "choose --sparse pressure or never",
+    )
+    yield (
+        config.sparse_above > 0 and not above,
+        f'sparse_above {config.sparse_above} needs sparse to be "above", got {config.sparse!r}',
+    )
+    yield (
+        config.lookahead == "draft" and headless,
+        "--lookahead draft needs --draft, whose tokens look ahead; without a head --lookahead current is allowed",
+    )
+    verified, most = config.verify_drafts or 0, config.num_draft_tokens or MOST_AUTO_DRAFTS
+    yield (
+        verified > 0 and headless,
+        f"--verify-drafts {verified} needs --draft, which proposes them; without a head only 0 is allowed",
+    )
+    yield (
+        verified > most,
+        f"--verify-drafts {verified}: a step has at most {most} drafts (--num-draft-tokens); allowed are 0 to {most}",
+    )
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +149,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests_per_key: requests that one API key may have running or waiting; more are refused with 429.
     max_connections: clients that may be connected; one more is told 503 and cut off.
     max_request_bytes: a longer body is refused with 413. None: as the context is long, at least 4 MiB.
+    page: whether there is a page for people at /.
     allowed_origins: whose pages browsers may show our answers, "*": anybody's.
     shutdown_timeout_s: how long SIGTERM lets running requests finish.
     """
@@ -115,5 +163,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests_per_key: int | None = None
     max_connections: int = 4096
     max_request_bytes: int | None = None
+    page: bool = True
     allowed_origins: tuple[str, ...] = ()
     shutdown_timeout_s: float = 30.0

@@ -40,6 +40,25 @@ def parse_size_or_zero(text: str) -> int:
     return 0 if text.strip() == "0" else parse_size(text)
 
 
+def host_kv(text: str) -> int | str:
+    """An argparse type: bytes, 0, or auto."""
+    try:
+        return "auto" if text == "auto" else parse_size_or_zero(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; or auto, or 0") from None
+
+
+def sparse(text: str) -> tuple[str, int]:
+    """An argparse type: who is sparse, and from how many tokens on: never, pressure, above 4k. Also above:4k, which is
+    one word, as `--flag=value` wants it."""
+    mode, _, size = text.replace(":", " ", 1).partition(" ")
+    if mode in ("never", "pressure") and not size:
+        return mode, 0
+    if mode == "above" and size:
+        return mode, parse_size_or_zero(size)
+    raise argparse.ArgumentTypeError(f"{text!r} is none of never, pressure, above N (such as above 4k)")
+
+
 def number(kind: Callable[[str], Any], low: float, high: float = math.inf) -> Callable[[str], Any]:
     """An argparse type: a finite number from low to high."""
 

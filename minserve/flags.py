@@ -5,7 +5,7 @@ Does not know: what the flags do.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from minserve import __version__
@@ -14,20 +14,20 @@ from minserve.flag_values import (
     draft_tokens,
     draft_window,
     file_text,
+    host_kv,
     number,
     only_one,
     origins,
     parse_size,
     parse_size_or_zero,
     rope_scaling,
+    sparse,
 )
+from minserve.protocol import MAX_DRAFT_TOKENS
 
 NOT_SUPPORTED: dict[str, str] = {
-    "--verify-drafts": "",
     "--speculative-config": "",
     "--speculative-algorithm": "",
-    "--sparse": "",
-    "--fetch": "",
     "--cpu-offload-gb": "",
     "--swap-space": "",
     "--kv-cache-dtype": "",
@@ -58,6 +58,22 @@ class _Refuse(argparse.Action):
         parser.exit(2, f"{parser.prog}: {name}: not supported by this version{f' ({why})' if why else ''}\n")
 
 
+class _Words(argparse.Action):
+    """A flag whose value may be several words: `type` is given all of them, joined by spaces."""
+
+    def __init__(self, *, type: Callable[[str], Any], **options: Any) -> None:
+        super().__init__(nargs="+", **options)
+        self._value_of = type
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, args: argparse.Namespace, words: Any, _name: str | None = None
+    ) -> None:
+        try:
+            setattr(args, self.dest, self._value_of(" ".join(words)))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+
+
 class _Help(argparse.HelpFormatter):
     """One line an option: of several names the first is shown, and those that switch it off."""
 
@@ -70,6 +86,8 @@ class _Help(argparse.HelpFormatter):
             shown = list(action.option_strings)
         if action.nargs == 0:
             return ", ".join(shown)
+        if isinstance(action, _Words):
+            return f"{shown[0]} {action.metavar}"
         return f"{shown[0]} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
 
 
@@ -106,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_server_flags(parser.add_argument_group("server"))
     _add_engine_flags(parser.add_argument_group("engine"))
     _add_draft_flags(parser.add_argument_group("speculation"))
+    _add_sparse_flags(parser.add_argument_group("sparse requests"))
     general = parser.add_argument_group("general")
     general.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="default info"
@@ -166,6 +185,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         metavar="ORIGIN",
         help="whose web pages may call (CORS; default none, * all)",
     )
+    add("--no-page", dest="page", action="store_false", help="nothing for people at / (default: a page)")
     add(
         "--engine-timeout",
         type=number(float, 2),
@@ -196,10 +216,10 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     add("--kv-cache-memory", "--kv-cache-memory-bytes", type=parse_size, metavar="SIZE", help="for KV, such as 8GiB")
     add(
         "--host-kv",
-        type=parse_size_or_zero,
+        type=host_kv,
         default=0,
         metavar="SIZE",
-        help="host memory for KV without a page (default 0)",
+        help="host memory for KV without a page, or auto (default 0)",
     )
     add(
         "--prefill-reserve",
@@ -257,4 +277,51 @@ def _add_draft_flags(group: argparse._ArgumentGroup) -> None:
         default=2048,
         metavar="N",
         help="tokens that the head looks back (default 2048)",
+    )
+
+
+def _add_sparse_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--sparse",
+        action=_Words,
+        type=sparse,
+        default=("pressure", 0),
+        metavar="never|pressure|above N",
+        help="who gives up pages (default pressure; without --host-kv nobody)",
+    )
+    add(
+        "--working-set-blocks",
+        type=number(int, 1, 4096),
+        default=128,
+        metavar="N",
+        help="blocks of 16 tokens that such a request keeps (default 128)",
+    )
+    add(
+        "--fetch",
+        choices=("fixed", "adaptive"),
+        default="adaptive",
+        help="blocks that come in: a cap on each step, or on the mean (default)",
+    )
+    add(
+        "--fetch-ratio",
+        type=number(float, 0.001, 1),
+        default=0.05,
+        metavar="F",
+        help="that cap, as a share of the blocks that are kept (default 0.05)",
+    )
+    add(
+        "--lookahead", choices=("draft", "current"), help="whose query says what to fetch (default: draft, with a head)"
+    )
+    add(
+        "--verify-drafts",
+        type=number(int, 0, MAX_DRAFT_TOKENS),
+        metavar="N",
+        help="drafts that a step accepts (default 0)",
+    )
+    add(
+        "--miss-policy",
+        choices=("approximate", "retry", "recall"),
+        default="retry",
+        help="where blocks are missing: go on, run again (default), wait for all",
     )

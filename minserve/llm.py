@@ -15,8 +15,9 @@ import msgspec
 
 from minserve.config import EngineConfig
 from minserve.engine.build import build_engine
+from minserve.engine.limits import refuse_sparse
 from minserve.errors import ConfigError, RequestError, field_fault
-from minserve.protocol import SamplingParams, Submit, TokenLogprobs
+from minserve.protocol import Ready, SamplingParams, SparseParams, SparseUsage, Submit, TokenLogprobs
 from minserve.text.chat import ChatTemplate
 from minserve.text.detokenizer import Detokenizer
 from minserve.text.output import EndReason, Output, Piece
@@ -25,6 +26,7 @@ from minserve.weights.default_model import ensure_default_model, find_draft
 from minserve.weights.hub import resolve_model
 
 Prompt = str | Sequence[int]
+Sparse = SparseParams | Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Completion:
     logprobs: one entry for each of token_ids, if asked for. prompt_logprobs: one a prompt token, None for the first.
     draft_tokens, accepted_tokens: drafts that were verified for it, and those that were right.
     stop_reason: the stop string or the requested stop token that ended it, None for the model's own end.
+    sparse: what its working set did, if it was sparse.
     """
 
     prompt_token_ids: list[int]
@@ -45,6 +48,7 @@ class Completion:
     cached_host_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    sparse: SparseUsage | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -57,6 +61,7 @@ class Completion:
         self.prompt_logprobs = piece.prompt_logprobs or self.prompt_logprobs
         self.cached_tokens, self.cached_host_tokens = output.cached_tokens, output.cached_host_tokens
         self.draft_tokens, self.accepted_tokens = output.draft_tokens, output.accepted_tokens
+        self.sparse = output.sparse
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
@@ -103,18 +108,19 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
+        sparse: Sparse | None = None,
         **options: Any,
     ) -> list[Completion]:
         """Complete each prompt: text, or token ids. All run in one batch.
 
         params, or options, which are fields of SamplingParams; the default is greedy, 16 tokens. stop: strings that end
-        a text. Raises RequestError if a prompt or an option cannot be served; then nothing is. Raises EngineError if
-        the engine fails on the way.
+        a text. sparse: what it asks of its working set, by the fields of SparseParams. Raises RequestError if a prompt
+        or an option cannot be served; then nothing is. Raises EngineError if the engine fails on the way.
         """
         params = _checked_params(params or SamplingParams(max_tokens=16, temperature=0.0), options)
         batch = _as_list(prompts)
         ids = [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else list(p) for p in batch]
-        return self._run(ids, params, stop)
+        return self._run(ids, params, stop, sparse)
 
     def chat(
         self,
@@ -122,6 +128,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stop: str | Sequence[str] = (),
+        sparse: Sparse | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Completion:
@@ -136,10 +143,13 @@ class LLM:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         rest = max(1, self.engine.info.max_model_len - len(ids))
         params = _checked_params(params or SamplingParams(max_tokens=rest, temperature=0.0), options)
-        return self._run([ids], params, stop)[0]
+        return self._run([ids], params, stop, sparse)[0]
 
-    def _run(self, prompts: list[list[int]], params: SamplingParams, stop: str | Sequence[str]) -> list[Completion]:
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams, stop: str | Sequence[str], sparse: Sparse | None
+    ) -> list[Completion]:
         stop_strings = _checked_stop(stop)
+        checked_sparse = None if sparse is None else _checked_sparse(sparse, self.engine.info)
         running: dict[str, Output] = {}
         completions = [Completion(prompt_token_ids=ids) for ids in prompts]
         try:
@@ -147,7 +157,8 @@ class LLM:
                 self._num_requests += 1
                 request_id = f"llm-{self._num_requests}"
                 detokenizer = Detokenizer(self.tokenizer, ids, stop=stop_strings, min_tokens=params.min_tokens)
-                self.engine.submit(Submit(request_id=request_id, prompt_token_ids=ids, params=params))
+                submit = Submit(request_id=request_id, prompt_token_ids=ids, params=params, sparse=checked_sparse)
+                self.engine.submit(submit)
                 running[request_id] = Output(index, params, detokenizer)
             while running:
                 for delta in self.engine.step().deltas:
@@ -171,6 +182,18 @@ def _checked_params(params: SamplingParams, options: Mapping[str, Any]) -> Sampl
     except msgspec.ValidationError as error:
         name, what = field_fault(error)
         raise RequestError(f"{name}: {what}", param=name) from None
+
+
+def _checked_sparse(sparse: Sparse, info: Ready) -> SparseParams:
+    """Raises RequestError for what is unknown, out of its bounds, or not to be had of this engine."""
+    given = sparse if isinstance(sparse, Mapping) else msgspec.structs.asdict(sparse)
+    try:
+        checked = msgspec.convert(given, SparseParams)
+    except msgspec.ValidationError as error:
+        name, what = field_fault(error)
+        raise RequestError(f"sparse.{name}: {what}", param=f"sparse.{name}") from None
+    refuse_sparse(checked, info)
+    return checked
 
 
 def _checked_stop(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
         "Host blocks with something in them, 1 is all",
         lambda s: s.num_host_blocks_used / max(1, s.num_host_blocks),
     ),
+    "minserve:num_requests_sparse": ("Running requests that hold a working set only", lambda s: s.num_sparse),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm:prompt_tokens": ("Prompt tokens processed", lambda s: s.prompt_tokens),
@@ -37,17 +38,32 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm:spec_decode_num_draft_tokens": ("Draft tokens verified", lambda s: s.num_draft_tokens),
     "vllm:spec_decode_num_accepted_tokens": ("Draft tokens that were right", lambda s: sum(s.accepted_at)),
     "minserve:steps": ("Steps of the engine", lambda s: s.num_steps),
+    "minserve:demotions": ("Requests that became sparse", lambda s: s.num_demotions),
+    "minserve:sparse_steps": ("Steps of sparse requests", lambda s: s.sparse_steps),
+    "minserve:sparse_retries": ("Those of them that ran again", lambda s: s.sparse_retries),
+    "minserve:sparse_hits": ("Blocks wanted for the next step and there, per KV head", lambda s: s.sparse_hits),
+    "minserve:sparse_misses": ("Blocks wanted for the next step and not there", lambda s: s.sparse_misses),
+    "minserve:sparse_cut_misses": ("Misses that were not fetched", lambda s: s.sparse_cut_misses),
+    "minserve:sparse_asked": ("Blocks that a step's own token wanted", lambda s: s.sparse_asked),
+    "minserve:sparse_surprises": ("Those of them that it had to do without", lambda s: s.sparse_surprises),
+    "minserve:sparse_fetched_bytes": ("KV fetched from host memory into working sets", lambda s: s.bytes_fetched),
+    "minserve:sparse_stored_bytes": ("KV of sparse requests stored in host memory", lambda s: s.bytes_stored),
 }
 
 
 class Metrics:
-    """The metrics of one server. model_name labels every series, as in vLLM."""
+    """The metrics of one server. model_name labels every series, as in vLLM.
+
+    num_first_tokens, first_tokens_s: how many there were, and the sum of the times that they took.
+    """
 
     def __init__(
         self, model_name: str, stats: Callable[[], Stats], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.registry = CollectorRegistry()
         self.clock = clock
+        self.num_first_tokens = 0
+        self.first_tokens_s = 0.0
         self.registry.register(_EngineCollector(model_name, stats))
         self.time_to_first_token_s = self._histogram(
             "vllm:time_to_first_token_seconds", "Time to the first token", TTFT_BUCKETS_S, model_name
@@ -78,6 +94,12 @@ class Metrics:
     def start(self, num_prompt_tokens: int) -> "RequestTimer":
         """Begin to time one request (one choice of it)."""
         return RequestTimer(self, num_prompt_tokens)
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token has come so long after the request."""
+        self.time_to_first_token_s.observe(seconds)
+        self.num_first_tokens += 1
+        self.first_tokens_s += seconds
 
     def ended(self, reason: str) -> None:
         """Count a request's end."""
@@ -115,7 +137,7 @@ class RequestTimer:
             return
         now = self._metrics.clock()
         if self._num_tokens == 0:
-            self._metrics.time_to_first_token_s.observe(now - self._started)
+            self._metrics.first_token(now - self._started)
         else:
             self._metrics.inter_token_s.observe((now - self._last) / num_tokens)
         self._num_tokens += num_tokens

@@ -18,7 +18,7 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 17000
+BUDGET_CODE_LINES = 19200
 """Lines of code outside tests/. A commit may raise it, and says why.
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
@@ -28,8 +28,11 @@ GPU's kernels (1300), graphs, fixed shapes and FP8 (500), and the benchmarks tha
 needs (600): room for each key, slow clients, other origins, /openapi.json. 14200: the training of draft heads (1250),
 a tenth of it the questions that a model is asked. 15600: structured output (600), half of it to say what is wrong with
 a request and to try a client's grammar where it can do no harm; the arithmetic of working sets (410); 200 had gone
-unnoticed before. 17000: the device's half of sparse requests (490), and what says how good their choices are: the lab and
-its questions (810).
+unnoticed before. 18000: sparse requests (1700): the device's half, the scheduler's, and what users see of them: flags
+and which of them go together, usage, metrics; the stream of figures that people look at, and the route of the page
+(270; the page itself is no Python and not counted: a test holds it to 100 KB); /v1/responses (700), a third of it the
+shapes of its items and events; a script that tries the clients that people have (250).
+19200: what says how good the choices of sparse requests are, question by question (810).
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

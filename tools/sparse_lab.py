@@ -136,6 +136,7 @@ class SparseLab:
             for table, saved in zip(self._tables(), snapshot.tables, strict=True):
                 table.copy_(saved)
             self.sets.sparse.zero_()
+            self.sets.maps.slot_block.fill_(-1)
         self._policy, self._proposed = None, min(snapshot.num_drafts, self.num_drafts)
 
     def _tables(self) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from minserve.api.auth import CALLER, Caller
 from minserve.api.body import read_json
-from minserve.api.generation import Choice, drafts_of, run
+from minserve.api.generation import Choice, drafts_of, run, sparse_of
 from minserve.api.http import json_response
 from minserve.api.logprobs import completion_logprobs, prompt_logprobs
 from minserve.api.prepare import encode_text, make_choices
@@ -32,6 +32,7 @@ from minserve.api.schemas import MAX_CHOICES, CompletionRequest, parse
 from minserve.api.service import SERVICE, Service
 from minserve.api.sse import stream_events
 from minserve.api.structured import Calls, answer_grammar
+from minserve.engine.limits import refuse_sparse
 from minserve.errors import RequestError
 from minserve.protocol import Ready
 from minserve.text.detokenizer import Detokenizer
@@ -49,6 +50,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     asked = parse(await read_json(request), CompletionRequest)
     model = service.check_model(asked.model)
+    refuse_sparse(asked.sparse, service.engine.info)
     prompts = _prompts(asked.prompt, service.engine.info)
     if len(prompts) * asked.n > MAX_CHOICES:
         raise RequestError(
@@ -242,6 +244,7 @@ class CompletionAnswer:
             sum(choice.output.cached_tokens for choice in per_prompt),
             sum(choice.output.cached_host_tokens for choice in per_prompt),
             drafts_of(self._choices),
+            sparse_of(self._choices),
         )
 
 

@@ -99,8 +99,13 @@ def describe(config: ServerConfig, info: Ready) -> list[str]:
         f"({info.num_pages * BLOCK_SIZE} tokens, {info.kv_cache_bytes / 2**30:.2f} GiB)"
         + (f"; host KV {info.num_host_blocks * BLOCK_SIZE} tokens" if info.num_host_blocks else ""),
         *([info.draft] if info.draft else []),
+        *([_sparse_line(info.num_working_set_blocks)] if info.num_working_set_blocks else []),
         f"up to {info.max_num_seqs} requests at once, {config.max_num_waiting} waiting; {keys}",
     ]
+
+
+def _sparse_line(num_blocks: int) -> str:
+    return f"sparse requests keep {num_blocks} blocks ({num_blocks * BLOCK_SIZE} tokens) of each KV head in pages"
 
 
 class LoadingBar:

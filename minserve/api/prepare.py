@@ -86,9 +86,10 @@ def make_choices(
             params=msgspec.structs.replace(params, seed=choice_seed(params.seed, number)),
             cache_salt=caller.salt(request.cache_salt),
             grammar=grammar,
+            sparse=request.sparse,
         )
         output = Output(index, submit.params, detokenizer)
-        choices.append(Choice(submit, output, service.metrics.start(len(prompt_token_ids))))
+        choices.append(Choice(submit, output, service.metrics.start(len(prompt_token_ids)), caller, service.in_flight))
     return choices
 
 

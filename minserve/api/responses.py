@@ -9,6 +9,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from minserve.protocol import SparseUsage
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -48,9 +50,37 @@ class DraftTokensDetails(msgspec.Struct):
     accepted_tokens: int
 
 
+class SparseDetails(msgspec.Struct):
+    """What the working set of a request did that was sparse: in blocks of one KV head of one layer, over all steps.
+
+    from_token: the first token whose KV was computed from a part of the KV before it. steps: from there on; retries:
+    those that ran again, since much of what they wanted was not there. hit_rate: the share of the blocks wanted for the
+    next step that were there already; null if none was wanted. misses: the others; cut_misses: those of them that
+    were not fetched. asked: blocks that a step's own token wanted; surprises: those that it had to do without.
+    bytes_fetched: from host memory.
+    """
+
+    from_token: int
+    steps: int
+    retries: int
+    hit_rate: float | None
+    hits: int
+    misses: int
+    cut_misses: int
+    surprises: int
+    asked: int
+    bytes_fetched: int
+
+    @classmethod
+    def of(cls, used: SparseUsage) -> "SparseDetails":
+        """The counters as they are, and their rate."""
+        wanted = used.hits + used.misses
+        return cls(hit_rate=round(used.hits / wanted, 4) if wanted else None, **msgspec.structs.asdict(used))
+
+
 class Usage(msgspec.Struct):
     """completion_tokens_details: of chats with a model whose reasoning is told from its answers. draft_tokens_details:
-    where the server drafts."""
+    where the server drafts. sparse_details: of requests that were sparse for a while."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -58,6 +88,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     draft_tokens_details: DraftTokensDetails | UnsetType = UNSET
+    sparse_details: SparseDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -236,10 +267,11 @@ def usage(
     num_cached_tokens: int,
     num_cached_on_host: int,
     drafts: tuple[int, int],
+    sparse: SparseUsage | None,
 ) -> Usage:
     """The token counts of one request, all its choices together. num_cached_on_host: a part of num_cached_tokens.
 
-    drafts: those that were verified, and those that were right.
+    drafts: those that were verified, and those that were right. sparse: None if no choice was.
     """
     return Usage(
         prompt_tokens=num_prompt_tokens,
@@ -249,4 +281,5 @@ def usage(
             num_cached_tokens, CachedTokensDetails(num_cached_tokens - num_cached_on_host, num_cached_on_host)
         ),
         draft_tokens_details=DraftTokensDetails(*drafts) if drafts[0] else UNSET,
+        sparse_details=UNSET if sparse is None else SparseDetails.of(sparse),
     )

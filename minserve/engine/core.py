@@ -8,11 +8,13 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from minserve.engine.looks import Looks
 from minserve.engine.plan import StepResult
 from minserve.engine.scheduler import Scheduler
 from minserve.grammar import Grammars
 from minserve.memory.lanes import Lanes
-from minserve.protocol import Delta, Outputs, Ready, Submit
+from minserve.memory.working_sets import WorkingSets
+from minserve.protocol import Delta, Outputs, Ready, Submit, WorkingSet
 from minserve.runner.runner import Runner, RunningStep
 
 
@@ -40,8 +42,10 @@ class Engine:
         *,
         run_ahead: int,
         info: Ready,
+        sets: WorkingSets | None = None,
     ) -> None:
         self.info = info
+        self._looks = Looks(sets)
         self._grammars = grammars
         self._scheduler = scheduler
         self._lanes = lanes
@@ -97,6 +101,11 @@ class Engine:
             result.seconds = now - max(step.launched_at, self._last_result_at)
         self._last_result_at = now
         return result
+
+    def working_set(self, request_id: str) -> WorkingSet | None:
+        """Which blocks of a request are in pages; None if all are, since it is not sparse."""
+        place = self._scheduler.sparse_lane(request_id)
+        return None if place is None else self._looks.look(request_id, *place)
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix, so that the next request starts cold."""

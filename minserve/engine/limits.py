@@ -1,7 +1,9 @@
 """What a request must satisfy before it is queued: the engine's own check, whoever sends it. Imports no torch."""
 
+import msgspec
+
 from minserve.errors import RequestError
-from minserve.protocol import MAX_LOGIT_BIAS, MAX_REQUEST_STOP_TOKEN_IDS, Submit
+from minserve.protocol import MAX_LOGIT_BIAS, MAX_REQUEST_STOP_TOKEN_IDS, Ready, SparseParams, Submit
 
 
 def refuse_impossible(submit: Submit, max_model_len: int, vocab_size: int) -> None:
@@ -27,3 +29,22 @@ def refuse_impossible(submit: Submit, max_model_len: int, vocab_size: int) -> No
             raise RequestError(f"{name} may hold at most {most} entries, got {len(ids)}", param=name)
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise RequestError(f"{name}: token ids must be in 0..{vocab_size - 1}", param=name)
+
+
+def refuse_sparse(sparse: SparseParams | None, info: Ready) -> None:
+    """Raise RequestError if a request asks of its working set what this engine has not.
+
+    What holds without being asked for is no fault anywhere: never to be sparse, to accept no drafts.
+    """
+    for name, value in () if sparse is None else msgspec.structs.asdict(sparse).items():
+        if value is None or (name, value) in (("mode", "never"), ("verify_drafts", 0)):
+            continue
+        if not info.num_working_set_blocks:
+            why = 'no request is ever sparse on this server (see --sparse and --host-kv); allowed is {"mode": "never"}'
+        elif not info.draft and (name, value) == ("lookahead", "draft"):
+            why = 'this server has no draft head (--draft); allowed is "current"'
+        elif not info.draft and name == "verify_drafts":
+            why = "this server has no draft head (--draft); allowed is 0"
+        else:
+            continue
+        raise RequestError(f"sparse.{name}: {why}", param=f"sparse.{name}", code="unsupported_parameter")

@@ -3,12 +3,10 @@
 Owns: the arithmetic and its refusals. Does not know: models' modules or requests.
 """
 
-import os
-from pathlib import Path
-
 import torch
 
 from minserve.config import BLOCK_SIZE, EngineConfig
+from minserve.engine.host_memory import available_bytes, lines_of
 from minserve.errors import ConfigError
 from minserve.memory.blocks import blocks_for
 from minserve.memory.pages import KVPages
@@ -19,6 +17,9 @@ SMALLEST_CONTEXT = 256
 """A context that is cut to what the pages hold is not cut below this: nobody means that."""
 
 CPU_SHARE_OF_FREE_MEMORY = 0.25
+AUTO_SHARE_OF_HOST_MEMORY = 0.8
+"""Of what is free when the engine starts, `--host-kv auto` leaves a fifth to everything that comes later."""
+
 CUDA_HEAD_DIMS = (64, 128)
 CUDA_DRIVER_BYTES = GIB // 2
 """What CUDA itself takes later on, beside torch's allocations: code of kernels, graphs, cuDNN's plans."""
@@ -90,7 +91,7 @@ def choose_context(
 def kv_cache_bytes(config: EngineConfig, device: torch.device, workspace_bytes: int) -> int:
     """Bytes for KV pages, after the weights have been loaded. workspace_bytes: what else the device must hold."""
     if device.type == "cpu":
-        free = total = _available_host_bytes()
+        free = total = available_bytes()
     else:
         free, total = torch.cuda.mem_get_info(device)
     if config.kv_cache_memory is not None:
@@ -114,15 +115,21 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device, workspace_bytes: 
 
 
 def num_host_blocks(config: EngineConfig, page_bytes: int, promised_bytes: int) -> int:
-    """Host blocks of page_bytes in host_kv bytes. Raises ConfigError if there is less, or nothing to find them by.
+    """Host blocks of page_bytes in host_kv bytes. Raises ConfigError if there is less, or nothing for "auto".
 
     promised_bytes: host memory that has been promised but is taken only when it is written: a CPU's own pages.
     """
-    if config.host_kv and not config.enable_prefix_caching:
-        raise ConfigError(
-            "--host-kv needs prefix caching: blocks in host memory are found by the keys of the prefix cache"
-        )
-    available = max(0, _available_host_bytes() - promised_bytes)
+    free = available_bytes()
+    if config.host_kv == "auto":
+        num_blocks = int(free * AUTO_SHARE_OF_HOST_MEMORY - promised_bytes) // page_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"--host-kv auto: of {free / GIB:.2f} GiB of host memory that are available here, "
+                f"{promised_bytes / GIB:.2f} are for the KV cache, and a fifth stays free: nothing is left; lower "
+                "--kv-cache-memory, or give the container more"
+            )
+        return num_blocks
+    available = max(0, free - promised_bytes)
     if config.host_kv > available:
         raise ConfigError(
             f"--host-kv {config.host_kv / GIB:.2f} GiB: only {available / GIB:.2f} GiB of host memory are available "
@@ -131,32 +138,9 @@ def num_host_blocks(config: EngineConfig, page_bytes: int, promised_bytes: int) 
     return config.host_kv // page_bytes
 
 
-def _available_host_bytes() -> int:
-    """Host memory that this process could still take: what is free, within the container's limit.
-
-    Files that the container has read count as used there, until somebody needs their memory.
-    """
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0] != "max":
-        files = [line.split()[1] for line in _lines("/sys/fs/cgroup/memory.stat") if line.startswith("inactive_file ")]
-        available = min(available, int(limit[0]) - int(used[0]) + sum(map(int, files)))
-    return max(0, available)
-
-
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies in bfloat16, rather than by way of float32."""
     flags = {
-        flag for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features")) for flag in line.split()
+        flag for line in lines_of("/proc/cpuinfo") if line.startswith(("flags", "Features")) for flag in line.split()
     }
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

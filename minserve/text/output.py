@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from minserve.errors import EngineError
-from minserve.protocol import Delta, SamplingParams, TokenLogprobs
+from minserve.protocol import Delta, SamplingParams, SparseUsage, TokenLogprobs
 from minserve.text.detokenizer import Detokenizer
 
 EndReason = Literal["stop", "length"]
@@ -36,7 +36,8 @@ class Piece(msgspec.Struct, kw_only=True):
 
 
 class Output:
-    """One text in the making. num_tokens counts what the client is charged for, stop tokens included."""
+    """One text in the making. num_tokens counts what the client is charged for, stop tokens included. sparse: the
+    last that the engine has said of its working set, if it was sparse."""
 
     def __init__(self, index: int, params: SamplingParams, detokenizer: Detokenizer) -> None:
         self.index = index
@@ -45,6 +46,7 @@ class Output:
         self.cached_host_tokens = 0
         self.draft_tokens = 0
         self.accepted_tokens = 0
+        self.sparse: SparseUsage | None = None
         self._stop_token_ids = params.stop_token_ids
         self._detokenizer = detokenizer
 
@@ -61,6 +63,7 @@ class Output:
             self.cached_tokens = delta.cached_tokens
             self.cached_host_tokens = delta.cached_host_tokens or 0
         self.draft_tokens, self.accepted_tokens = delta.draft_tokens, delta.accepted_tokens
+        self.sparse = delta.sparse or self.sparse
         ended_by_token = delta.finish_reason == "stop" and delta.stop_token_id is not None
         update = self._detokenizer.push(delta.token_ids, ends_with_stop_token=ended_by_token)
         num_kept = update.num_tokens - self.num_tokens

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 
-from minserve import LLM, SamplingParams
+from minserve import LLM, SamplingParams, SparseParams
 from minserve.errors import ConfigError, RequestError
-from minserve.protocol import MAX_REQUEST_STOP_TOKEN_IDS
+from minserve.protocol import MAX_REQUEST_STOP_TOKEN_IDS, Delta, Outputs, SparseUsage, Stats
 from tests.api.tiny import write_model_folder
 from tests.engine.heads import write_head
 from tests.engine.tiny import CONFIG
@@ -151,3 +152,44 @@ def test_messages_that_are_no_messages_are_refused(llm, messages):
     with pytest.raises(RequestError) as error:
         llm.chat(messages)
     assert error.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("sparse", "named"),
+    [
+        ({"blocks": 4}, "sparse.blocks"),
+        ({"cap": 0}, "sparse.cap"),
+        (SparseParams(cap=0), "sparse.cap"),
+        ({"mode": "always"}, "sparse.mode"),  # this engine has no host memory for it
+    ],
+)
+def test_what_cannot_be_asked_of_a_working_set_is_refused_by_name(llm, sparse, named):
+    with pytest.raises(RequestError) as caught:
+        llm.generate("hello", sparse=sparse)
+    assert caught.value.param == named
+
+
+def test_what_is_asked_of_a_working_set_reaches_the_engine_and_what_it_did_comes_back(llm, monkeypatch):
+    used = SparseUsage(
+        from_token=9, steps=3, retries=0, hits=5, misses=1, cut_misses=0, surprises=0, asked=6, bytes_fetched=64
+    )
+    submits = []
+
+    class Scripted:
+        info = replace(llm.engine.info, num_working_set_blocks=8)
+        submit = staticmethod(submits.append)
+
+        def step(self):
+            delta = Delta(request_id=submits[-1].request_id, token_ids=[65], finish_reason="length", sparse=used)
+            return Outputs(deltas=[delta], stats=Stats())
+
+        def abort(self, request_id):
+            pass
+
+    monkeypatch.setattr(llm, "engine", Scripted())
+    for sparse in ({"mode": "always", "cap": 4}, SparseParams(mode="always", cap=4)):
+        [completion] = llm.generate("hello", sparse=sparse)
+        assert completion.sparse == used
+    assert [submit.sparse for submit in submits] == [SparseParams(mode="always", cap=4)] * 2
+    llm.generate("hello")
+    assert submits[-1].sparse is None

@@ -58,7 +58,7 @@ def no_quarantine():
 @bug("quarantine ends one step early")
 def short_quarantine():
     original = PlacePool.end_step
-    return PlacePool, "end_step", lambda self, step: original(self, step + 1)
+    return PlacePool, "end_step", lambda self, step: original(self, step + 2)
 
 
 @bug("a hash is published before its block is durable")
@@ -129,7 +129,7 @@ def leak_on_abort():
 @bug("the oldest request gives way")
 def livelock():
     original = Scheduler._preempt
-    return Scheduler, "_preempt", lambda self, request: original(self, self._running[0])
+    return Scheduler, "_preempt", lambda self, request: original(self, self.running[0])
 
 
 @bug("a block counts as full one token early")
@@ -189,8 +189,9 @@ def failed_load():
 def no_salt():
     original = BlockHasher.extend
 
-    def extend(self, keys, token_ids, num_tokens, salt):
-        original(self, keys, token_ids, num_tokens, "")
+    def extend(self, chain, token_ids, num_tokens):
+        chain.salt = ""
+        original(self, chain, token_ids, num_tokens)
 
     return BlockHasher, "extend", extend
 
@@ -199,10 +200,10 @@ def no_salt():
 def partial_tail():
     original = BlockHasher.extend
 
-    def extend(self, keys, token_ids, num_tokens, salt):
-        original(self, keys, token_ids, num_tokens - num_tokens % BLOCK_SIZE, salt)
-        if len(keys) > 1:
-            keys[-1] = self._digest(keys[-2], b"tail")
+    def extend(self, chain, token_ids, num_tokens):
+        original(self, chain, token_ids, num_tokens)
+        if len(chain.keys) > 1 and chain.keys[-1] is not None:
+            chain.keys[-1] = self._digest(chain.keys[-2], b"tail")
 
     return BlockHasher, "extend", extend
 
@@ -224,9 +225,9 @@ def no_lane_quarantine():
     original = Scheduler._leave_lane
 
     def leave_lane(self, request):
-        self._last_step, last_step = 0, self._last_step
+        self._launches.last_step, last_step = 0, self._launches.last_step
         original(self, request)
-        self._last_step = last_step
+        self._launches.last_step = last_step
 
     return Scheduler, "_leave_lane", leave_lane
 

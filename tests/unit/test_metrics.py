@@ -62,3 +62,22 @@ def test_drafts_are_counted_in_all_and_by_their_place():
         for position in range(4)
     ]
     assert at == [3, 2, 1, 0]
+
+
+def test_what_working_sets_do_is_counted_under_names_of_our_own():
+    counted = {
+        "demotions": "num_demotions",
+        "sparse_steps": "sparse_steps",
+        "sparse_retries": "sparse_retries",
+        "sparse_hits": "sparse_hits",
+        "sparse_misses": "sparse_misses",
+        "sparse_cut_misses": "sparse_cut_misses",
+        "sparse_surprises": "sparse_surprises",
+        "sparse_asked": "sparse_asked",
+        "sparse_fetched_bytes": "bytes_fetched",
+        "sparse_stored_bytes": "bytes_stored",
+    }
+    stats = Stats(num_sparse=2, **{field: number for number, field in enumerate(counted.values(), start=10)})
+    metrics = Metrics("m", lambda: stats)
+    assert value(metrics, "minserve:num_requests_sparse") == 2
+    assert [value(metrics, f"minserve:{name}_total") for name in counted] == list(range(10, 20))

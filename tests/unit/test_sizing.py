@@ -10,30 +10,26 @@ from minserve.errors import ConfigError
 from minserve.models.config import ModelConfig, RopeConfig
 
 MIB = 2**20
-MACHINE = {
-    "/proc/meminfo": ["MemTotal: 900 kB", f"MemAvailable: {8000 * 1024} kB"],
-    "/sys/fs/cgroup/memory.max": [str(1000 * MIB)],
-    "/sys/fs/cgroup/memory.current": [str(900 * MIB)],
-    "/sys/fs/cgroup/memory.stat": [f"inactive_file {500 * MIB}", f"active_file {100 * MIB}"],
-}
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """8000 MiB, of which a container may have 1000; 900 are taken, 500 of these by files that it has read."""
-    monkeypatch.setattr(sizing, "_lines", lambda path: MACHINE.get(path, []))
+    """600 MiB of host memory are available."""
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 600 * MIB)
 
 
-def blocks(mib, promised_mib=0, **options):
-    config = EngineConfig(model_path="x", host_kv=mib * MIB, **options)
+def blocks(mib, promised_mib=0):
+    config = EngineConfig(model_path="x", host_kv=mib if mib == "auto" else mib * MIB)
     return sizing.num_host_blocks(config, page_bytes=2 * MIB, promised_bytes=promised_mib * MIB)
 
 
-def test_files_that_were_read_leave_when_their_memory_is_needed():
+def test_host_blocks_are_as_many_as_fit_into_what_is_asked_for():
+    assert blocks(0) == 0
+    assert blocks(401) == 200
     assert blocks(600) == 300
 
 
-def test_more_than_the_container_has_left_is_refused_with_both_numbers():
+def test_more_than_is_available_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"0\.60 GiB: only 0\.59 GiB"):
         blocks(610)
 
@@ -44,10 +40,15 @@ def test_what_the_cpus_own_pages_were_promised_is_not_promised_again():
         blocks(402, promised_mib=200)
 
 
-def test_without_prefix_caching_nothing_could_be_found_there():
-    with pytest.raises(ConfigError, match="needs prefix caching"):
-        blocks(100, enable_prefix_caching=False)
-    assert blocks(0, enable_prefix_caching=False) == 0
+def test_auto_is_four_fifths_of_what_is_available_less_the_cpus_own_pages():
+    assert blocks("auto") == 480 / 2
+    assert blocks("auto", promised_mib=200) == 280 / 2
+
+
+def test_auto_is_never_nothing_without_a_word():
+    assert blocks("auto", promised_mib=478) == 1
+    with pytest.raises(ConfigError, match=r"--host-kv auto: of 0\.59 GiB .* 0\.47 are for the KV cache"):
+        blocks("auto", promised_mib=480)
 
 
 def kv_bytes(mib, device="cpu", workspace_mib=0, **options):

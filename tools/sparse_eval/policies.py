@@ -6,12 +6,9 @@ Owns: names, and what a policy means for plans. Imports no torch.
 from dataclasses import dataclass
 from typing import Literal
 
+from minserve.engine.allowance import BURST_STEPS
 from minserve.engine.plan import SparsePolicy
-
-BURST_STEPS = 8
-"""Steps' worth of blocks that an adaptive lane saves up."""
-
-RETRY_ABOVE = 0.15
+from minserve.engine.sparse_rules import RETRY_ABOVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,154 @@
+"""The device's half of a sparse request: what its pages hold after every step, and what that makes of its logits."""
+
+import random
+
+import pytest
+import torch
+
+from minserve.config import BLOCK_SIZE
+from minserve.engine.plan import SparsePolicy
+from minserve.kernels.sparse_rows import RING
+from tests.engine.heads import write_head
+from tests.engine.tiny import CONFIG, tiny_engine
+from tools.sparse_lab import SparseLab
+
+# More heads and larger weights than the tiny model's, so that a block that is missing shows in the logits.
+MODEL = {**CONFIG, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3}
+PROMPT = [random.Random(5).randrange(96) for _ in range(203)]
+NEW = 90
+
+
+def lab(folder, num_slots, num_drafts=0, **options):
+    options = {"sparse": "above", "host_kv": 2**23, "kv_cache_memory": 2**23, "max_num_seqs": 2} | options
+    if num_drafts:
+        options["draft_path"] = str(write_head(folder / "head", hidden=64))
+        options["num_draft_tokens"] = num_drafts
+    return SparseLab(tiny_engine(folder, MODEL, working_set_blocks=num_slots, **options), num_drafts)
+
+
+def policy(**fields):
+    return SparsePolicy(**{"looks_ahead": False, "num_verified": 0, "cap": 1000, "retry_above": None, **fields})
+
+
+def texts_and_logits(own, *policies):
+    """Of a resident lane that becomes sparse after two steps, if there is a policy. Checks it after every step."""
+    own.read(PROMPT, NEW)
+    logits, fetched, num_again = [], [], 0
+    for number in range(10**6):
+        if len(own.token_ids) >= len(PROMPT) + NEW - 9:
+            break
+        if number == 2 and policies:
+            own.demote(policies[0])
+        step = own.decode()
+        logits.append(own.sampler.logits[0])
+        if number >= 2 and policies:
+            fetched.append(step.fetched)
+            num_again += not step.tokens
+            check(own)
+            assert step.fetched.hits >= 0
+            assert step.fetched.misses >= step.fetched.cut >= 0
+            assert step.fetched.asked >= step.fetched.surprises >= 0
+    return own.token_ids, logits, fetched, num_again
+
+
+def check(own):
+    """Maps are inverse, pages hold the blocks that the maps say, host blocks and digests are those of the text."""
+    sets = own.sets
+    start, table = int(sets.ring_start[0]), sets.page_table[0].long()
+    num_layers, _, kv_heads, num_slots = sets.maps.slot_block.shape
+    num_filled = min(start, num_slots)
+    for layer in range(num_layers):
+        for head in range(kv_heads):
+            held = sets.maps.slot_block[layer, 0, head].tolist()
+            blocks = held[:num_filled]
+            assert held[num_filled:] == [-1] * (num_slots - num_filled), "the first slots are filled, no others"
+            assert len(set(blocks)) == num_filled, "a block is attended twice"
+            assert set(blocks) <= set(range(start)), "a block is in a slot and in the ring"
+            assert not start or 0 in blocks, "block 0 was evicted"
+            inverse = sets.maps.block_slot[layer, 0, head].tolist()
+            assert {block: slot for block, slot in enumerate(inverse) if slot >= 0} == {
+                block: slot for slot, block in enumerate(blocks)
+            }
+            pages = sets.kv[layer, table[:num_filled], head]
+            stored = sets.host[sets.host_table[0, blocks].long(), layer, head]
+            assert torch.equal(pages, stored), "a slot holds another block than its map says"
+    hosts = sets.host_table[0, :start].long()
+    keys = sets.host[hosts][:, :, :, 0]
+    assert torch.equal(sets.digests[:, hosts].transpose(0, 1), torch.stack((keys.amin(3), keys.amax(3)), dim=3))
+    for block in range(start, (len(own.token_ids) - 1) // BLOCK_SIZE):
+        page = table[num_slots + block % RING]
+        if int(sets.host_table[0, block]) >= 0:
+            assert torch.equal(sets.kv[:, page], sets.host[int(sets.host_table[0, block])])
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+def test_with_a_slot_for_every_block_the_text_is_the_dense_one(tmp_path, num_drafts):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    dense, dense_logits, _, _ = texts_and_logits(lab(tmp_path / "a", 24))
+    own = policy(looks_ahead=num_drafts > 0, num_verified=num_drafts, retry_above=0.15)
+    sparse, logits, fetched, num_again = texts_and_logits(lab(tmp_path / "b", 24, num_drafts), own)
+    assert sparse == dense
+    assert num_again == 0
+    assert all(step.misses == step.surprises == 0 for step in fetched)
+    if num_drafts == 0:
+        torch.testing.assert_close(torch.stack(logits), torch.stack(dense_logits), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_slots", [1, 4, 9])
+@pytest.mark.parametrize("cap", [1, 1000])
+@pytest.mark.parametrize(("num_drafts", "num_verified"), [(0, 0), (1, 0), (3, 2), (3, 3)])
+def test_pages_hold_what_the_maps_say_after_every_step(tmp_path, num_slots, cap, num_drafts, num_verified):
+    own = policy(looks_ahead=num_drafts > 0, num_verified=num_verified, cap=cap)
+    _, logits, fetched, _ = texts_and_logits(lab(tmp_path, num_slots, num_drafts), own)
+    assert all(torch.isfinite(row).all() for row in logits)
+    if num_slots == 4:
+        assert any(step.misses > step.cut for step in fetched), "nothing was ever fetched"
+
+
+def test_a_step_with_surprises_runs_again_once_and_then_has_what_it_wants(tmp_path):
+    own = lab(tmp_path, 4)
+    own.read(PROMPT, NEW)
+    own.decode(), own.decode()
+    own.demote(policy(retry_above=0.0))
+    for _ in range(60):
+        step = own.decode()
+        if step.fetched.surprises == 0:
+            assert len(step.tokens) == 1
+            continue
+        assert step.tokens == [], "it has accepted a token without what it wanted"
+        before = len(own.token_ids)
+        step = own.decode()
+        assert len(step.tokens) == 1, "it runs again once, not twice"
+        assert len(own.token_ids) == before + 1
+        check(own)
+
+
+def test_recall_has_all_that_a_row_wants_before_it_attends(tmp_path):
+    """Each layer is ranked by its own query, so that the logits are those of exact top-K attention."""
+    _, _, fetched, _ = texts_and_logits(lab(tmp_path, 4, miss_policy="recall"), policy())
+    assert any(step.misses for step in fetched)
+    assert all(step.surprises == 0 and step.cut == 0 for step in fetched)
+
+
+def test_an_allowance_bounds_what_a_layer_fetches_and_is_saved_up(tmp_path):
+    own = lab(tmp_path, 4)
+    own.read(PROMPT, NEW)
+    own.decode(), own.decode()
+    own.demote(policy())
+    num_layers, budget = MODEL["num_hidden_layers"], 0
+    for number in range(60):
+        refill = (0, 0, 1, 3)[number % 4]
+        budget += refill * num_layers
+        step = own.decode(refill=refill)
+        budget -= step.fetched.misses - step.fetched.cut
+        assert budget >= 0, "more was fetched than allowed"
+        check(own)
+
+
+def test_a_lane_that_is_set_up_anew_is_resident(tmp_path):
+    own = lab(tmp_path, 4)
+    first = texts_and_logits(own)[0]
+    texts_and_logits(own, policy())
+    assert own.sets.sparse[0]
+    assert texts_and_logits(own)[0] == first
+    assert not own.sets.sparse[0]
