@@ -73,10 +73,15 @@ class SparseStep:
         most = torch.where(self._takes_part, verified, self._rows_per_entry)
         return torch.where(ranking.again, 0, most)
 
+    @property
+    def ranking(self) -> Ranking:
+        """Of all layers. When `most_accepted` has been called."""
+        assert self._ranking is not None, "nothing has been ranked"
+        return self._ranking
+
     def fetch(self) -> torch.Tensor:
         """[entries, 5] int64, the fields of `Fetched`. When the step has sampled."""
-        sets, ranking = self._sets, self._ranking
-        assert ranking is not None, "what has not been ranked is fetched"
+        sets, ranking = self._sets, self.ranking
         num_layers = sets.kv.shape[0]
         again = ranking.again.repeat(num_layers)[:, None, None]
         wanted, scores = (
