@@ -201,3 +201,14 @@ def test_a_look_at_a_sparse_request_shows_what_it_holds(tmp_path):
     assert not any(shown[0].fetched), "nothing has been seen before"
     assert any(any(looked.fetched) for looked in shown)
     assert own.working_set("a") is None
+
+
+def test_a_neighbour_whose_steps_run_again_changes_nothing(tmp_path):
+    """With a fixed cap; an adaptive allowance is shared with others, by design."""
+    mine = request("mine", 2, 200, (), SparseParams(miss_policy="approximate", fetch="fixed", cap=1))
+    others = [request(f"other {n}", 10 + n, 150 + n, (), SparseParams(miss_policy="retry")) for n in range(2)]
+    alone = finish(engine(tmp_path / "a", 3), mine)["mine"]
+    beside = finish(engine(tmp_path / "b", 3), mine, *others)
+    assert sum(own[-1].sparse.retries for own in beside.values()) > 0
+    assert texts({"mine": alone}) == texts({"mine": beside["mine"]})
+    assert alone[-1].sparse == beside["mine"][-1].sparse
