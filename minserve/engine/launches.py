@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from minserve.engine.decisions import Decisions, Launched
 from minserve.engine.plan import Fetched, LaneSetup, StepPlan, StepResult
-from minserve.engine.request import Request
+from minserve.engine.request import Request, Status
 from minserve.engine.sparsity import Sparsity
 from minserve.grammar import Grammars, Matcher, bar
-from minserve.protocol import TokenLogprobs
+from minserve.protocol import Stats, TokenLogprobs
 from minserve.spec.lengths import DraftLengths
 
 NOTHING_FETCHED = Fetched(0, 0, 0, 0, 0)
@@ -121,9 +121,18 @@ class Launches:
             of_set = next(fetched, NOTHING_FETCHED) if entry.chunk is None else NOTHING_FETCHED
             yield Yield(entry, token_ids, logprobs, of_prompt, [draft for draft in drafts if draft >= 0], of_set)
 
-    def note_accepted(self, accepted: Sequence[tuple[Launched, int]], seconds: float | None) -> None:
+    def run_again(self, entry: Launched) -> None:
+        """A sparse request's row has not yielded its token: its next one is the same."""
+        entry.request.num_in_flight -= 1
+        entry.request.num_drafts_in_flight -= entry.num_drafts
+        if entry.request.status is Status.RUNNING:  # else nothing of it is computed any more
+            entry.request.num_computed -= 1
+
+    def note_accepted(self, accepted: Sequence[tuple[Launched, int]], seconds: float | None, stats: Stats) -> None:
         """How many drafts of each request were accepted. See `DraftLengths.note`: of sparse ones it learns nothing, as
-        they do not verify all that is proposed."""
+        they do not verify all that is proposed. stats: count those that were verified."""
+        for entry, count in accepted:
+            stats.note_drafts(entry.num_drafts, [count])
         resident = [(entry, count) for entry, count in accepted if not entry.is_sparse]
         if resident:
             lengths = [entry.request.num_tokens for entry, _ in resident]

@@ -38,7 +38,7 @@ class Request:
 
     found: what the caches had for it when it last took pages; cached: when it first computed.
     matcher: follows its text, if that has a grammar; drafts: what its lane will verify next, known if there is one.
-    policy: how its lane chooses its blocks; None: it is resident. sparse_usage: known at its end, if it ever was sparse.
+    policy: how its lane chooses its blocks; None: it is resident. sparse_usage: if it ever was sparse, at its end.
     error: why it could not be finished.
     """
 

@@ -70,6 +70,8 @@ class Roster:
         for queue in (self.waiting, self.running):
             arrivals = [request.arrival for request in queue]
             assert arrivals == sorted(set(arrivals)), "a queue is out of order"
+        for request in self.running:
+            assert 0 <= request.num_computed <= request.num_tokens
         alive = {request.id for request in [*self.waiting, *self.running]}
         assert alive == self.by_id.keys(), "a request is in no queue, or in one after its end"
 

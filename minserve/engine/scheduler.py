@@ -150,10 +150,10 @@ class Scheduler:
                 budget -= count
 
     def _find_host_block(self, decisions: Decisions) -> None:
-        """If a sparse request cannot go on without a host block, and there is none, the youngest sparse one gives way."""
+        """If a sparse request cannot go on for want of a host block, the youngest sparse one gives way."""
         if self._sparsity.take_starved():
             victim = [request for request in self.running if request.policy is not None][-1]
-            self._give_way(victim, decisions)
+            self._preempt(victim, decisions)
 
     def _find_pages(self, decisions: Decisions) -> None:
         """Give the planned tokens pages, the oldest request first."""
@@ -176,15 +176,12 @@ class Scheduler:
             pages = self._blocks.grow(request.id, reach, keep=self._reserve.keep_from(request))
             if pages is not None:
                 return pages
-            if (
-                self._blocks.num_returning
-                or decisions.demotions
-                or self._sparsity.relieve(self.running, decisions.counts, request)
-            ):
+            are_returning = self._blocks.num_returning or decisions.demotions
+            if are_returning or self._sparsity.relieve(self.running, decisions.counts, request):
                 del decisions.counts[request]  # pages are coming back: sit this step out rather than evict anyone
                 return None
             victim = self._reserve.victim(self.running)
-            self._give_way(victim, decisions)
+            self._preempt(victim, decisions)
             if victim is request:
                 return None
 
@@ -233,7 +230,7 @@ class Scheduler:
         while request in self.running and not self._reserve.can_be_left():
             if self._sparsity.leaves_reserve(request):
                 return
-            self._give_way(self.running[-1], decisions)
+            self._preempt(self.running[-1], decisions)
         self._reserve.user = None
 
     def _set_up(self, request: Request, decisions: Decisions) -> LaneSetup:
@@ -265,7 +262,7 @@ class Scheduler:
             if request.status is Status.FINISHED:
                 continue  # it ended while this step was in flight
             if yielded.runs_again:
-                self._run_again(entry)
+                self._launches.run_again(entry)
                 continue
             if token_ids and request.status is Status.RUNNING:
                 request.drafts = yielded.drafts
@@ -275,9 +272,7 @@ class Scheduler:
                 self._blocks.publish(request.id, request.token_ids, entry.num_computed)
             if entry.chunk is None:
                 accepted.append((entry, len(token_ids) - 1))
-        for entry, count in accepted:
-            self._counters.note_drafts(entry.num_drafts, [count])
-        self._launches.note_accepted(accepted, result.seconds)
+        self._launches.note_accepted(accepted, result.seconds, self._counters)
         return deltas
 
     def take_ended(self) -> list[Delta]:
@@ -287,23 +282,12 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Counters since the start, and gauges as of now."""
-        counters = self._counters
+        counters, blocks = self._counters, self._blocks
         counters.num_running, counters.num_waiting = len(self.running), len(self._roster.waiting)
-        counters.num_pages, counters.num_pages_used = self._blocks.num_pages, self._blocks.num_held
-        counters.num_host_blocks, counters.num_host_blocks_used = (
-            self._blocks.num_host_blocks,
-            self._blocks.num_host_used,
-        )
-        counters.num_sparse = self._sparsity.count(self.running)
+        counters.num_sparse = sum(request.policy is not None for request in self.running)
+        counters.num_pages, counters.num_pages_used = blocks.num_pages, blocks.num_held
+        counters.num_host_blocks, counters.num_host_blocks_used = blocks.num_host_blocks, blocks.num_host_used
         return counters
-
-    def _run_again(self, entry: Launched) -> None:
-        """A sparse request's row has not yielded its token, and the next one is the same row."""
-        request = entry.request
-        request.num_in_flight -= 1
-        request.num_drafts_in_flight -= entry.num_drafts
-        if request.status is Status.RUNNING:
-            request.num_computed -= 1
 
     def _take_tokens(
         self, entry: Launched, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
@@ -335,13 +319,10 @@ class Scheduler:
         self._sparsity.remove(request)
         request.finish_reason = reason
 
-    def _give_way(self, request: Request, decisions: Decisions) -> None:
+    def _preempt(self, request: Request, decisions: Decisions) -> None:
+        """Take a request's pages and lane. What it has computed is kept in host blocks, as far as these reach."""
         decisions.counts.pop(request, None)
         decisions.preempted = True
-        self._preempt(request)
-
-    def _preempt(self, request: Request) -> None:
-        """Take a request's pages and lane. What it has computed is kept in host blocks, as far as these reach."""
         self._blocks.suspend(request.id, request.num_computed, self._launches.last_step)
         self._leave_lane(request)
         self._roster.requeue(request)
@@ -371,6 +352,5 @@ class Scheduler:
         self._blocks.check()
         self._roster.check()
         for request in self.running:
-            assert 0 <= request.num_computed <= request.num_tokens
             pages = self._blocks.pages(request.id)
             assert request.policy is not None or len(pages) * BLOCK_SIZE >= request.num_computed

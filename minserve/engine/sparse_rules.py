@@ -1,4 +1,4 @@
-"""Who may become sparse, and how such a request chooses its blocks: the server's rules, and what a request makes of them.
+"""Who may become sparse, and how they choose their blocks then: the server's rules, and what a request makes of them.
 
 Owns: what the options mean. Does not know: who is sparse now. Imports no torch.
 """
@@ -11,7 +11,7 @@ from minserve.errors import RequestError
 from minserve.protocol import MAX_DRAFT_TOKENS, SparseParams
 
 RETRY_ABOVE = 0.15
-"""The surprise above which a row runs again: on needles, all were found; of a model's own text, 0-3% of the steps did."""
+"""The surprise above which a row runs again. With it, all needles were found, and 0-3% of a text ran again."""
 
 MAX_VERIFIED = MAX_DRAFT_TOKENS - 1
 """Drafts that one step accepts and drafts of the next are 15 at most, together: the ring has no room for more."""
@@ -38,7 +38,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseRules:
-    """The server's. What a request asks for takes the place of mode, looks_ahead, num_verified, cap, fetch and miss_policy.
+    """The server's. A request may ask for another mode, looks_ahead, num_verified, cap, fetch and miss_policy.
 
     mode, above: as EngineConfig's sparse and sparse_above. num_slots: K. looks_ahead, num_verified, cap: as in
     `SparsePolicy`; of fetch "adaptive", cap is what a head gets on average. has_head: drafts are proposed.

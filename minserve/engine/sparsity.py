@@ -101,6 +101,10 @@ class Sparsity:
             not self.key(request) or self._blocks.num_host_available + self._blocks.num_kept(request.id) >= num_blocks
         )
 
+    def takes_part(self, request: Request) -> bool:
+        """Whether it is sparse, or may be in its next step."""
+        return request.policy is not None or (request in self._states and self._states[request].wanted)
+
     # ---- before a step ----
 
     def sits_out(self, request: Request) -> bool:
@@ -117,7 +121,13 @@ class Sparsity:
         if not self._can_be_demoted(request, state):
             return False
         is_durable = self._blocks.num_durable(request.id) >= self._num_full(request)
-        return is_durable or state.urgent if request.num_in_flight else state.urgent and not is_durable
+        if not self._is_at_rest(request):
+            return is_durable or state.urgent
+        return state.urgent and not is_durable
+
+    def _is_at_rest(self, request: Request) -> bool:
+        """None of its rows is under way."""
+        return request.num_in_flight == 0
 
     def _waits_for_copies(self, request: Request) -> bool:
         num_leaving = self._num_full(request) - 1
@@ -151,7 +161,7 @@ class Sparsity:
     def demote(self, request: Request, step: int) -> Demotion | None:
         """If this is the step in which a request becomes sparse, it does. None: it is what it was."""
         state = self._states.get(request)
-        if state is None or not state.has_queries or request.policy is not None or request.num_in_flight:
+        if state is None or not state.has_queries or request.policy is not None or not self._is_at_rest(request):
             return None
         num_tokens = len(request.token_ids)
         if self._blocks.num_durable(request.id) < (num_tokens - 1) // BLOCK_SIZE or not self._can_be_demoted(
@@ -181,21 +191,18 @@ class Sparsity:
     # ---- under pressure ----
 
     def relieve(self, running: Sequence[Request], planned: Container[Request], asker: Request | None = None) -> bool:
-        """Somebody finds no page. Whether some request will soon give some back by becoming sparse: one that is about to,
-        or else the longest that can.
+        """Somebody finds no page. Whether some request will soon give pages back by becoming sparse: one that is about
+        to, or else the longest that can.
 
         asker: who needs the page for its next step, if that is one of them; planned: who has, or may yet find, its own.
         """
-        able = [r for r in running if (r is not asker or self._states_has_queries(r)) and self._is_able(r, planned)]
+        able = [r for r in running if self._is_able(r, planned) and (r is not asker or self._states[r].has_queries)]
         about_to = [request for request in able if self._states[request].wanted]
         for request in about_to[:1] or sorted(able, key=lambda request: request.num_tokens)[-1:]:
             self._states[request].wanted = self._states[request].urgent = True
         if not able and asker is not None and self._is_able(asker, planned):
             self._states[asker].wanted = True  # it needs a page once more; then it will give some back
         return bool(able)
-
-    def _states_has_queries(self, request: Request) -> bool:
-        return request in self._states and self._states[request].has_queries
 
     def _is_able(self, request: Request, planned: Container[Request]) -> bool:
         """Whether a request would give pages back by becoming sparse, and nothing is in its way."""
@@ -226,17 +233,13 @@ class Sparsity:
     def num_drafts(self, decoding: Sequence[Request]) -> int:
         """How many drafts the next step of these needs at least: a row behind those that a lane verifies."""
         policies = [
-            request.policy or self._states[request].terms.policy for request in decoding if self._counts(request)
+            request.policy or self._states[request].terms.policy for request in decoding if self.takes_part(request)
         ]
         return max((policy.num_verified + policy.looks_ahead for policy in policies), default=0)
 
-    def _counts(self, request: Request) -> bool:
-        """Whether it is sparse, or may be in the next step."""
-        return request.policy is not None or (request in self._states and self._states[request].wanted)
-
     def words(self, decoding: Sequence[Request]) -> dict[str, Any]:
         """What a plan says of the working sets of those that it decodes."""
-        counting = [request for request in decoding if self._counts(request)]
+        counting = [request for request in decoding if self.takes_part(request)]
         for request in counting:
             self._states[request].has_queries = request.policy is None
         sparse = [request for request in counting if request.policy is not None]
@@ -270,7 +273,3 @@ class Sparsity:
             state.num_retries += ran_again
             state.fetched = Fetched(*map(sum, zip(state.fetched, fetched, strict=True)))
             state.allowance.note(missed)
-
-    def count(self, running: Sequence[Request]) -> int:
-        """How many are sparse."""
-        return sum(request.policy is not None for request in running)

@@ -10,20 +10,21 @@ Of a request's blocks, in order:
     [published, len)     being written, or full and not yet known to be right
 
 A sparse request has a fixed number of pages, whatever its length, and they are nobody else's: what is in its slots the
-device knows, and its ring holds the newest blocks. Of its full blocks all have host blocks, which serve the prefix cache
-too, and no page can be found by their keys. The digest of a block lies at the place of its host block, so digests
-need no account of their own.
+device knows, and its ring holds the newest blocks. All of its full blocks are in host blocks, which serve the prefix
+cache too, and no page can be found by their keys. The digest of a block lies at the place of its host block, so
+digests need no account of their own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from minserve.config import BLOCK_SIZE
 from minserve.memory.copies import CopyEngine
 from minserve.memory.hashing import BlockHasher, KeyChain
+from minserve.memory.host_refs import HostRefs
 from minserve.memory.host_tier import HostTier
 from minserve.memory.pool import PlacePool, background, foreground
-from minserve.memory.slots import Layout, lay_out, ring_start
-from minserve.memory.tables import NOWHERE, RING, BlockTable, Cached, Suspended, WorkingSetPages
+from minserve.memory.slots import SlotMaker, lay_out
+from minserve.memory.tables import NOWHERE, RING, BlockTable, Cached, WorkingSetPages
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -52,7 +53,8 @@ class BlockManager:
         self._hasher = BlockHasher(secret)
         self._prefix_caching = prefix_caching
         self._tables: dict[str, BlockTable] = {}
-        self._suspended: dict[str, Suspended] = {}
+        self._refs = HostRefs(self._host, self._tables)
+        self._slots = SlotMaker(self._pool)
 
     @property
     def num_available(self) -> int:
@@ -148,11 +150,6 @@ class BlockManager:
         self._tables[request_id] = table = BlockTable(chain)
         return self._fill(request_id, table, found, new, len(token_ids))
 
-    def awaits_saved(self, request_id: str) -> bool:
-        """Whether what was saved of a suspended request is still on its way."""
-        saved = self._suspended.get(request_id)
-        return saved is not None and saved.partial is not None and not (saved.partial.ready or saved.partial.failed)
-
     def _find(self, chain: KeyChain, token_ids: Sequence[int], policy: bytes) -> tuple[KeyChain, list[int | None]]:
         """What is cached, and the chain to which it belongs."""
         found = list(self._find_prefix(chain, token_ids))
@@ -183,32 +180,16 @@ class BlockManager:
                 self._pool.publish(page, key)
                 self._host.load(page, key)
                 num_host_tokens += BLOCK_SIZE
-            table.hosts.append(self._host_of(key))
+            table.hosts.append(self._refs.of(key))
             if self._host.is_loading(page):
                 table.awaited.append(page)
             table.pages.append(page)
         table.num_published = len(found)
         table.pages.extend(fresh)
         num_found = len(found) * BLOCK_SIZE
-        num_resumed = self._resume(request_id, table, num_found)
+        num_resumed = self._refs.resume(request_id, table, num_found)
         # A row that was to run again had written its token's KV already: one token is always computed, though.
         return Cached(num_found - num_host_tokens, num_host_tokens + min(num_resumed, num_tokens - 1 - num_found))
-
-    def _resume(self, request_id: str, table: BlockTable, num_found: int) -> int:
-        """Load what was saved beyond the blocks that were found; let go of the rest. How many tokens that gives."""
-        saved = self._suspended.pop(request_id, None)
-        if saved is None:
-            return 0
-        num_tokens = 0
-        if saved.partial is not None:
-            if saved.partial.ready and saved.partial_at == num_found:
-                page = table.pages[num_found // BLOCK_SIZE]
-                self._host.load_saved(page, saved.partial)
-                table.awaited.append(page)
-                num_tokens = saved.num_partial
-            self._host.release([saved.partial.host])
-        self._host.release(saved.hosts, saved.last_use)
-        return num_tokens
 
     def grow(self, request_id: str, num_tokens: int, keep: int = 0) -> list[int] | None:
         """Make room for the request's first num_tokens tokens: the new pages, or None if too few are available.
@@ -235,74 +216,22 @@ class BlockManager:
                 self._pool.publish(table.pages[block], table.chain.keys[block])
             table.hosts.append(NOWHERE)
             table.num_published += 1
-            self._keep(table, block, insist=table.is_sparse)
+            self._refs.keep(table, block, insist=table.is_sparse)
 
     # ---- blocks in host blocks ----
 
-    def _host_of(self, key: bytes) -> int:
-        host = self._host.hold(key)
-        return NOWHERE if host is None else host
-
-    def _keep(self, table: BlockTable, block: int, insist: bool) -> bool:
-        """Have a full block, which is in a page, in a host block or on its way there. False if there is no host block.
-
-        insist: those who hold host blocks for their own convenience give them up, if it has to be.
-        """
-        key = table.chain.keys[block]
-        self._host.store(table.page_of(block), key)
-        while (host := self._host_of(key)) == NOWHERE:
-            if not (insist and self._make_host_room()):
-                return False
-            self._host.store(table.page_of(block), key)
-        table.hosts[block] = host
-        return True
-
-    def _make_host_room(self) -> bool:
-        """Let go of what is convenient: what the request that was suspended first would come back with, then what a
-        resident one would give way with. False if there is nothing, or blocks are coming back."""
-        if self._host.num_returning:
-            return False
-        if self._suspended:
-            self.forget(next(iter(self._suspended)))
-            return True
-        for table in reversed(self._tables.values()):
-            if not table.is_sparse and (held := table.let_go()):
-                self._host.release(held)
-                return True
-        return False
-
     def secure(self, request_id: str, *, insist: bool = False) -> bool:
         """Have all full blocks of a request in host blocks, or on their way there, also those whose copy failed or that
-        found no host block at first. False if there is none. insist: see `_keep`."""
-        table = self._tables[request_id]
-        for block in range(table.num_durable, table.num_published):
-            host = table.hosts[block]
-            if host != NOWHERE and self._host.has_failed(host):
-                self._host.release([host])
-                table.hosts[block] = host = NOWHERE
-            if host == NOWHERE and not self._keep(table, block, insist):
-                return False
-        return True
+        found no host block at first. False if there is none. insist: see `HostRefs.keep`."""
+        return self._refs.secure(self._tables[request_id], insist)
 
     def num_unstored(self, request_id: str) -> int:
         """How many of a request's full blocks have no host block, and none on its way to them."""
-        table = self._tables[request_id]
-        return sum(host == NOWHERE or self._host.has_failed(host) for host in table.hosts[table.num_durable :])
-
-    def num_kept(self, request_id: str) -> int:
-        """How many host blocks are kept for a suspended request."""
-        saved = self._suspended.get(request_id)
-        return 0 if saved is None else len(saved.hosts)
+        return self._refs.num_unstored(self._tables[request_id])
 
     def num_durable(self, request_id: str) -> int:
         """How many of a request's full blocks are complete in host blocks, from its first on."""
-        table = self._tables[request_id]
-        while table.num_durable < table.num_published:
-            host = table.hosts[table.num_durable]
-            if host == NOWHERE or not self._host.is_complete(host):
-                break
-            table.num_durable += 1
-        return table.num_durable
+        return self._refs.num_durable(self._tables[request_id])
 
     def take_stored(self, request_id: str) -> list[tuple[int, int]]:
         """(block, host block) of a sparse request's full blocks that have become durable since the last call."""
@@ -310,21 +239,32 @@ class BlockManager:
         told, table.num_told = table.num_told, self.num_durable(request_id)
         return [(block, table.hosts[block]) for block in range(told, table.num_told)]
 
+    def awaits_saved(self, request_id: str) -> bool:
+        """Whether what was saved of a suspended request is still on its way."""
+        return self._refs.awaits_saved(request_id)
+
+    def num_kept(self, request_id: str) -> int:
+        """How many host blocks are kept for a suspended request."""
+        return self._refs.num_kept(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Let go of what was kept of a suspended request; of others there is nothing to forget."""
+        self._refs.forget(request_id)
+
     # ---- a request becomes sparse ----
 
     def num_returned(self, request_id: str, num_tokens: int, num_slots: int, keep: int = 0) -> int | None:
         """How many pages a request would give back by becoming sparse, on balance, as things stand: see `demote`. None
         if there are too few pages to do so."""
-        pages, copies = self._tables[request_id].pages, self._host.copies_by_page()
-        layout = self._layout(request_id, num_tokens, num_slots, copies)
-        if layout.num_fresh and layout.num_fresh + keep > self._pool.num_available:
-            return None
-        return sum(self._pool.num_holders(page) - copies[page] == 1 for page in pages) - num_slots - RING
+        copies = self._host.copies_by_page()
+        is_own = self._slots.is_own(self._tables[request_id], copies)
+        layout = lay_out(self._tables[request_id].pages, is_own, num_tokens, num_slots)
+        return sum(is_own) - num_slots - RING if self._slots.can_have(layout, keep) else None
 
     def demote(
         self, request_id: str, num_tokens: int, num_slots: int, policy: bytes, *, step: int, keep: int = 0
     ) -> WorkingSetPages | None:
-        """Make a request sparse, in its own pages: num_slots of them and the ring. Step `step` does the same on the device.
+        """Make a request sparse, in its own pages: num_slots slots and the ring. Step `step` does so on the device.
 
         None of its rows is under way; of its num_tokens tokens all but the last have KV, and all full blocks are
         durable. Pages that others hold too are let go, others that it does not need are given back, when the step has
@@ -334,29 +274,11 @@ class BlockManager:
         """
         table = self._tables[request_id]
         num_full = (num_tokens - 1) // BLOCK_SIZE
-        assert not table.is_sparse
         assert self.num_durable(request_id) == num_full == table.num_published, f"{request_id} has blocks in pages only"
-        layout = self._layout(request_id, num_tokens, num_slots, {})
-        if layout.num_fresh and layout.num_fresh + keep > self._pool.num_available:
-            return None
-        fresh = self._pool.allocate(layout.num_fresh)
-        assert fresh is not None
-        start = ring_start(num_tokens)
-        places = layout.filled(iter(fresh), table.hosts[:start])
-        table.pages = [*places.slot_pages, *places.ring_pages]
-        for page in table.pages:
-            self._pool.unpublish(page)  # its content will change, and the block is in a host block
-        kept = set(table.pages)
-        self._pool.release([page for page in layout.pages if page not in kept], foreground(step))
-        table.num_slots, table.num_told, table.awaited = num_slots, start, []
-        if table.chain.sparse_from is None:
+        places = self._slots.make(table, num_tokens, num_slots, step, keep)
+        if places is not None and table.chain.sparse_from is None:
             table.chain.become(table.chain.branch(num_full, policy))
         return places
-
-    def _layout(self, request_id: str, num_tokens: int, num_slots: int, copies: Mapping[int, int]) -> Layout:
-        pages = self._tables[request_id].pages
-        is_own = [self._pool.num_holders(page) - copies.get(page, 0) == 1 for page in pages]
-        return lay_out(tuple(pages), is_own, num_tokens, num_slots)
 
     # ---- a request gives pages back ----
 
@@ -366,25 +288,9 @@ class BlockManager:
         num_computed: tokens whose KV is in the pages when step last_step has ended. When the request comes back, `open`
         loads them. If host blocks run out, the request that was suspended first loses its own.
         """
-        table = self._tables[request_id]
-        num_full, num_partial = divmod(num_computed, BLOCK_SIZE)
-        last_use = background(last_step) if table.is_sparse else 0
-        suspended = Suspended(table.let_go(), None, num_full * BLOCK_SIZE, num_partial, last_use)
-        # Blocks that launched steps have filled but nobody has seen are lost, and what comes after them is of no use.
-        if num_partial and num_full == table.num_published and self.is_ready(request_id) and self._host.num_blocks:
-            while (partial := self._host.save(table.page_of(num_full), last_step)) is None and self._suspended:
-                self.forget(next(iter(self._suspended)))
-            suspended.partial = partial
-        self._suspended[request_id] = suspended
+        ready = self.is_ready(request_id)
+        self._refs.suspend(request_id, self._tables[request_id], num_computed if ready else 0, last_step)
         self.close(request_id, last_step)
-
-    def forget(self, request_id: str) -> None:
-        """Let go of what was kept of a suspended request; of others there is nothing to forget."""
-        saved = self._suspended.pop(request_id, None)
-        if saved is not None:
-            self._host.release(saved.hosts, saved.last_use)
-            if saved.partial is not None:
-                self._host.release([saved.partial.host])
 
     def close(self, request_id: str, last_step: int) -> None:
         """Take a request's pages back; they are reused when step last_step has ended, also its background pass if the
@@ -428,23 +334,12 @@ class BlockManager:
         in_tables = [page for table in self._tables.values() for page in table.pages]
         copies = self._host.copies_by_page()
         self._pool.check([*in_tables, *copies.elements()])
-        self._host.check(self._hosts_of_requests())
+        self._host.check(self._refs.held())
         for request_id, table in self._tables.items():
             assert len(set(table.pages)) == len(table.pages), f"{request_id} has a page twice"
             assert len(table.hosts) == table.num_published, f"{request_id} published what it has no entry for"
-            if not table.is_sparse:
+            if table.is_sparse:
+                self._slots.check(table, copies)
+            else:
                 assert table.num_published <= len(table.pages), f"{request_id} published more than it has"
-                continue
-            assert len(table.pages) == table.num_slots + RING, f"{request_id} has lost or found a page"
-            for page in table.pages:
-                assert self._pool.num_holders(page) - copies[page] == 1, f"{request_id} shares a page"
-                assert not self._pool.is_published(page), f"a page of {request_id} can be found"
-        assert not self._tables.keys() & self._suspended.keys(), "a request has pages and is suspended"
-
-    def _hosts_of_requests(self) -> Iterator[int]:
-        for table in self._tables.values():
-            yield from (host for host in table.hosts if host != NOWHERE)
-        for saved in self._suspended.values():
-            yield from saved.hosts
-            if saved.partial is not None:
-                yield saved.partial.host
+        assert not self._tables.keys() & self._refs.suspended.keys(), "a request has pages and is suspended"

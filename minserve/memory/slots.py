@@ -1,15 +1,16 @@
 """Which of a resident request's pages become its slots and its ring when it becomes sparse.
 
-Owns: that choice. Does not know: who holds a page, beyond what it is told, or where new pages come from. Imports no torch.
+Owns: that choice, and carries it out in a table. Does not know: when, or for whom. Imports no torch.
 
 As much as possible stays where it is. A page that somebody else holds too is copied from, and never written.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from minserve.config import BLOCK_SIZE
-from minserve.memory.tables import RING, WorkingSetPages
+from minserve.memory.pool import PlacePool, foreground
+from minserve.memory.tables import RING, BlockTable, WorkingSetPages
 
 FRESH = -1
 """In place of a page: a new one."""
@@ -17,7 +18,7 @@ FRESH = -1
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """slots: (page, block that it holds or -1); ring: (page, page to be copied there first or -1). FRESH: a new page."""
+    """slots: (page, block that it holds or -1); ring: (page, page that is copied there first or -1)."""
 
     pages: Sequence[int]
     slots: Sequence[tuple[int, int]]
@@ -69,3 +70,42 @@ def lay_out(pages: Sequence[int], is_own: Sequence[bool], num_tokens: int, num_s
         elif spare:
             ring[block % RING] = (spare.pop(), -1)
     return Layout(pages, slots, ring)
+
+
+class SlotMaker:
+    """Makes tables sparse. pool: the pages."""
+
+    def __init__(self, pool: PlacePool) -> None:
+        self._pool = pool
+
+    def is_own(self, table: BlockTable, copies: Mapping[int, int]) -> list[bool]:
+        """For each page of a table, whether nobody else holds it, but for so many copies."""
+        return [self._pool.num_holders(page) - copies.get(page, 0) == 1 for page in table.pages]
+
+    def can_have(self, layout: Layout, keep: int) -> bool:
+        """Whether there are pages for a layout, with so many to spare if it needs any."""
+        return not layout.num_fresh or layout.num_fresh + keep <= self._pool.num_available
+
+    def make(self, table: BlockTable, num_tokens: int, num_slots: int, step: int, keep: int) -> WorkingSetPages | None:
+        """See `BlockManager.demote`."""
+        assert not table.is_sparse
+        layout = lay_out(table.pages, self.is_own(table, {}), num_tokens, num_slots)
+        if not self.can_have(layout, keep):
+            return None
+        fresh = self._pool.allocate(layout.num_fresh)
+        assert fresh is not None
+        start = ring_start(num_tokens)
+        places = layout.filled(iter(fresh), table.hosts[:start])
+        table.pages = [*places.slot_pages, *places.ring_pages]
+        for page in table.pages:
+            self._pool.unpublish(page)  # its content will change, and the block is in a host block
+        kept = set(table.pages)
+        self._pool.release([page for page in places.pages if page not in kept], foreground(step))
+        table.num_slots, table.num_told, table.awaited = num_slots, start, []
+        return places
+
+    def check(self, table: BlockTable, copies: Mapping[int, int]) -> None:
+        """Assert that a sparse table's pages are nobody else's, and found by nobody."""
+        assert len(table.pages) == table.num_slots + RING, "a table has lost or found a page"
+        assert all(self.is_own(table, copies)), "a page of slots or ring is shared"
+        assert not any(map(self._pool.is_published, table.pages)), "a page of slots or ring can be found"

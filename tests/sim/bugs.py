@@ -3,12 +3,12 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from minserve.config import BLOCK_SIZE
 from minserve.engine.request import Status
 from minserve.engine.reserve import PrefillReserve
 from minserve.engine.scheduler import Scheduler
 from minserve.memory.blocks import BlockManager
 from minserve.memory.hashing import BlockHasher
+from minserve.memory.host_refs import HostRefs
 from minserve.memory.host_tier import HostTier
 from minserve.memory.pool import PlacePool
 from tests.sim.device import Device
@@ -129,7 +129,7 @@ def leak_on_abort():
 @bug("the oldest request gives way")
 def livelock():
     original = Scheduler._preempt
-    return Scheduler, "_preempt", lambda self, request: original(self, self.running[0])
+    return Scheduler, "_preempt", lambda self, _, decisions: original(self, self.running[0], decisions)
 
 
 @bug("a block counts as full one token early")
@@ -153,7 +153,7 @@ def early_resume():
     original = BlockManager.open
 
     def open_(self, request_id, *args, **kwargs):
-        saved = self._suspended.get(request_id)
+        saved = self._refs.suspended.get(request_id)
         if saved is not None and saved.partial is not None:
             saved.partial.ready = True
         return original(self, request_id, *args, **kwargs)
@@ -163,15 +163,15 @@ def early_resume():
 
 @bug("what was saved is resumed at the wrong place")
 def wrong_place():
-    original = BlockManager._resume
+    original = HostRefs.resume
 
     def resume(self, request_id, table, num_found):
-        saved = self._suspended.get(request_id)
+        saved = self.suspended.get(request_id)
         if saved is not None:
             saved.partial_at = num_found
         return original(self, request_id, table, num_found)
 
-    return BlockManager, "_resume", resume
+    return HostRefs, "resume", resume
 
 
 @bug("a request runs before its pages are loaded")
@@ -189,9 +189,9 @@ def failed_load():
 def no_salt():
     original = BlockHasher.extend
 
-    def extend(self, chain, token_ids, num_tokens):
+    def extend(self, chain, *args):
         chain.salt = ""
-        original(self, chain, token_ids, num_tokens)
+        original(self, chain, *args)
 
     return BlockHasher, "extend", extend
 
@@ -202,7 +202,7 @@ def partial_tail():
 
     def extend(self, chain, token_ids, num_tokens):
         original(self, chain, token_ids, num_tokens)
-        if len(chain.keys) > 1 and chain.keys[-1] is not None:
+        if len(chain.keys) > 1:
             chain.keys[-1] = self._digest(chain.keys[-2], b"tail")
 
     return BlockHasher, "extend", extend
