@@ -192,7 +192,7 @@ class Scheduler:
         while self._roster.waiting and self._roster.has_lane and budget > 0:
             request = self._roster.waiting[0]
             assert not request.num_in_flight, "a request comes back before its launched step"
-            if self.running and not self._sparsity.has_host_room(request):
+            if self.running and not self._sparsity.has_host_room(request, self.running):
                 return
             cached = self._open(request, keep=self._reserve.keep_from(request))
             if cached is None and self._reserve.is_open_to(request):

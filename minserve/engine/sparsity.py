@@ -25,6 +25,10 @@ from minserve.engine.sparse_rules import SparseRules, Terms
 from minserve.memory.blocks import BlockManager
 from minserve.protocol import SparseParams, SparseUsage, Stats
 
+WAIT_FOR = 2
+"""With so many blocks on their way to host blocks a request waits for them in order to become sparse; with more it goes
+on meanwhile. A sparse one would have to wait with as many."""
+
 
 @dataclass(slots=True)
 class _State:
@@ -87,19 +91,20 @@ class Sparsity:
             state.wanted = state.urgent = state.has_queries = False
 
     def key(self, request: Request) -> bytes:
-        """Of the policy, if a waiting request will have it from its first decode on: blocks that were computed under it
-        serve this request as well."""
+        """Of the policy, if a request has it from its first decode on: blocks that were computed under it serve this
+        request as well."""
         state = self._states.get(request)
         if state is None or state.terms.above is None or len(request.token_ids) + 1 <= state.terms.above:
             return b""
         return state.terms.key
 
-    def has_host_room(self, request: Request) -> bool:
-        """Whether there are host blocks for all of a waiting request, if it cannot do without."""
-        num_blocks = len(request.token_ids) // BLOCK_SIZE + 1
-        return (
-            not self.key(request) or self._blocks.num_host_available + self._blocks.num_kept(request.id) >= num_blocks
-        )
+    def has_host_room(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether there are host blocks for all of a waiting request, if it cannot do without, beside what those that
+        run will want next."""
+        if not self.key(request):
+            return True
+        wanted = sum(_num_blocks(r) - self._blocks.num_durable(r.id) for r in running if self.key(r))
+        return self._blocks.num_host_available + self._blocks.num_kept(request.id) >= _num_blocks(request) + wanted
 
     def takes_part(self, request: Request) -> bool:
         """Whether it is sparse, or may be in its next step."""
@@ -120,10 +125,9 @@ class Sparsity:
             return False
         if not self._can_be_demoted(request, state):
             return False
-        is_durable = self._blocks.num_durable(request.id) >= self._num_full(request)
-        if not self._is_at_rest(request):
-            return is_durable or state.urgent
-        return state.urgent and not is_durable
+        num_missing = self._num_full(request) - self._blocks.num_durable(request.id)
+        waits = state.urgent or num_missing <= WAIT_FOR
+        return waits and (num_missing > 0 or not self._is_at_rest(request))
 
     def _is_at_rest(self, request: Request) -> bool:
         """None of its rows is under way."""
@@ -239,12 +243,12 @@ class Sparsity:
 
     def words(self, decoding: Sequence[Request]) -> dict[str, Any]:
         """What a plan says of the working sets of those that it decodes."""
-        counting = [request for request in decoding if self.takes_part(request)]
-        for request in counting:
-            self._states[request].has_queries = request.policy is None
-        sparse = [request for request in counting if request.policy is not None]
-        if not counting:
+        taking_part = [request for request in decoding if self.takes_part(request)] if self._states else []
+        if not taking_part:
             return {}
+        for request in taking_part:
+            self._states[request].has_queries = request.policy is None
+        sparse = [request for request in taking_part if request.policy is not None]
         stored = [(request, *entry) for request in sparse for entry in self._blocks.take_stored(request.id)]
         for request, block, _ in stored:
             if self._rules is not None and block >= self._states[request].from_token // BLOCK_SIZE:
@@ -273,3 +277,8 @@ class Sparsity:
             state.num_retries += ran_again
             state.fetched = Fetched(*map(sum, zip(state.fetched, fetched, strict=True)))
             state.allowance.note(missed)
+
+
+def _num_blocks(request: Request) -> int:
+    """Blocks of a request, with the one that it will write next."""
+    return len(request.token_ids) // BLOCK_SIZE + 1

@@ -109,6 +109,7 @@ class World:
         self.texts = {}
         self.marks = {"exact": 0}
         self.were_sparse = set()
+        self.usage = {}
         self.most_running = self.most_pages = 0
         self.outputs = {}
         self.ends = {}
@@ -218,6 +219,7 @@ class World:
         if delta.finish_reason is not None:
             assert (delta.sparse is not None) == (delta.request_id in self.were_sparse), "usage of what was not sparse"
             self.ends[delta.request_id] = delta.finish_reason
+            self.usage[delta.request_id] = delta.sparse
 
     def _check_prompt_logprobs(self, delta):
         """The first delta has them all, each of its own position."""
