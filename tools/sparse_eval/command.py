@@ -41,9 +41,11 @@ NUM_DEPTHS = 10
 
 
 class Sizes(NamedTuple):
-    """context: tokens that are read densely; steps: tokens that are decoded then, of each document. slots, cap: K and C of
-    all questions but those that try several; a cap of 0 is none. task_context: tokens in which something is hidden;
-    trials, passages: needles and passages at each of `depths`; copied: tokens of a passage."""
+    """context: tokens that are read densely; steps: those that are decoded then, of each document.
+    slots, cap: K and C of all questions but those that try several; a cap of 0 is none.
+    task_context: tokens in which something is hidden; trials, passages: needles and passages at each of `depths`;
+    copied: tokens of a passage.
+    """
 
     context: int = 4096
     steps: int = 128
