@@ -41,9 +41,11 @@ NUM_DEPTHS = 10
 
 
 class Sizes(NamedTuple):
-    """context: tokens that are read densely; steps: tokens that are decoded then, of each document; slots: K of all
-    questions but `loss`, which tries loss_slots; trials: needles and passages at each of `depths`; answer: tokens of a
-    needle's, copied: of a passage."""
+    """context: tokens that are read densely; steps: those that are decoded then, of each document.
+    slots, cap: K and C of all questions but those that try several; a cap of 0 is none.
+    task_context: tokens in which something is hidden; trials, passages: needles and passages at each of `depths`;
+    copied: tokens of a passage.
+    """
 
     context: int = 4096
     steps: int = 128
@@ -162,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = Texts(model, None if args.quick else args.texts)
     about = {"model": model.name, "head": head.name if head else None, "device": str(bench.lab.kv.device)}
     about["dtype"] = str(bench.lab.kv.dtype).removeprefix("torch.")
-    print(", ".join(f"{name} {value}" for name, value in about.items()), *sizes._asdict().items(), sep="\n  ")
+    for facts in (about, sizes._asdict()):
+        print(", ".join(f"{name} {value}" for name, value in facts.items()))
     report, evaluation = Report(args.out, about), Evaluation(bench, texts, sizes, args.quick)
     for question in args.questions or QUESTIONS:
         began = time.monotonic()

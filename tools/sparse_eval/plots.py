@@ -37,9 +37,11 @@ def _loss(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _agreement(axes: "Axes", rows: Sequence[Row]) -> None:
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
     for row in rows:
         style = "-" if row["text"] == "own" else ":"
-        axes.plot(row["by_layer"], style, label=f"{row['policy']}, {row['text']} text")
+        color = f"C{policies.index(row['policy'])}"
+        axes.plot(row["by_layer"], style, color=color, label=f"{row['policy']}, {row['text']} text")
     axes.set(xlabel="layer", ylabel="agreement with what the next step wants")
     axes.legend(fontsize="small", ncols=2)
 
