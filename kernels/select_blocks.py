@@ -14,12 +14,12 @@ of their numbers. A head's share of the allowance follows from scores alone: who
 gets the same. What is not admitted is cut: what the slots hold serves in its place, and the block competes again in the
 next step.
 
-The ring is that of this step's rows, so a block that leaves it now is no miss here: `retire_block` (fetch_blocks.py)
+The ring is that of this step's rows, so a block that leaves it now is no miss here: `retire_block` (retire_block.py)
 takes care of it, after the fetches.
 
 On the device all three choices are the same one, "the n best of a row" (keep_best.py), of misses, of an entry's
 candidates, and of slots. One kernel finds each head's candidates; in a second, each head finds the allowance's share
-again out of all candidates of its entry, rather than wait for one program to tell.
+again out of all candidates of its entry.
 """
 
 from typing import NamedTuple
@@ -85,8 +85,7 @@ def select_blocks(
     assert lanes.dtype == ring_start.dtype == torch.int64, (lanes.dtype, ring_start.dtype)
     assert (sparse.shape, sparse.dtype) == ((num_lanes,), torch.bool), (sparse.shape, sparse.dtype)
     assert (allowance.shape, allowance.dtype) == ((num_lanes,), torch.int32), (allowance.shape, allowance.dtype)
-    assert (step.shape, step.dtype) == ((1,), torch.int32), (step.shape, step.dtype)
-    assert cap >= 0, cap
+    assert (step.shape, step.dtype, cap >= 0) == ((1,), torch.int32, True), (step.shape, step.dtype, cap)
     assert caps is None or (caps.shape, caps.dtype) == (lanes.shape, torch.int64), (caps, lanes.shape)
     run = select_blocks_triton if wanted.is_cuda else select_blocks_reference
     return run(wanted, scores, normal_wanted, maps, lanes, sparse, ring_start, allowance, step, cap, caps)

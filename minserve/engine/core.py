@@ -12,6 +12,7 @@ from minserve.engine.looks import Looks
 from minserve.engine.plan import StepResult
 from minserve.engine.scheduler import Scheduler
 from minserve.grammar import Grammars
+from minserve.memory.blocks import blocks_for
 from minserve.memory.lanes import Lanes
 from minserve.memory.working_sets import WorkingSets
 from minserve.protocol import Delta, Outputs, Ready, Submit, WorkingSet
@@ -104,8 +105,10 @@ class Engine:
 
     def working_set(self, request_id: str) -> WorkingSet | None:
         """Which blocks of a request are in pages; None if all are, since it is not sparse."""
-        place = self._scheduler.sparse_lane(request_id)
-        return None if place is None else self._looks.look(request_id, *place)
+        for request in self._scheduler.running:
+            if request.id == request_id and request.policy is not None:
+                return self._looks.look(request_id, request.lane, blocks_for(len(request.token_ids)))
+        return None
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix, so that the next request starts cold."""

@@ -29,7 +29,7 @@ from minserve.engine.sparse_rules import SparseRules
 from minserve.engine.sparsity import Sparsity
 from minserve.errors import RequestError
 from minserve.grammar import BYTES, Grammars
-from minserve.memory.blocks import BlockManager, blocks_for
+from minserve.memory.blocks import BlockManager
 from minserve.memory.tables import Cached
 from minserve.protocol import Delta, FinishReason, Stats, Submit, TokenLogprobs
 from minserve.spec.lengths import DraftLengths, FixedLength
@@ -109,13 +109,6 @@ class Scheduler:
     def request_ids(self) -> list[str]:
         """Requests that have not ended, in order of arrival."""
         return list(self._roster.by_id)
-
-    def sparse_lane(self, request_id: str) -> tuple[int, int] | None:
-        """(lane, blocks that are begun) of a request, if it is sparse."""
-        request = self._roster.by_id.get(request_id)
-        if request is None or request.policy is None:
-            return None
-        return request.lane, blocks_for(len(request.token_ids))
 
     # ---- plan ----
 
