@@ -156,6 +156,7 @@ def main() -> None:
         # What lives for ever need not be looked at by every collection: one takes as long as some steps.
         gc.collect()
         gc.freeze()
+        signal.signal(signal.SIGUSR1, lambda *_: print(engine.report(), file=sys.stderr, flush=True))
         channel.send(engine.info)
         EngineLoop(engine, channel).run()
         gc.unfreeze()  # or the bindings of libraries report what is left at the end as leaks
