@@ -18,7 +18,7 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 15600
+BUDGET_CODE_LINES = 16250
 """Lines of code outside tests/. A commit may raise it, and says why.
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
@@ -29,6 +29,7 @@ needs (600): room for each key, slow clients, other origins, /openapi.json. 1420
 a tenth of it the questions that a model is asked. 15600: structured output (600), half of it to say what is wrong with
 a request and to try a client's grammar where it can do no harm; the arithmetic of working sets (410); 200 had gone
 unnoticed before.
+16250: who becomes sparse and in which pages (610).
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
