@@ -71,7 +71,7 @@ class Launches:
         launched.sort(key=lambda entry: entry.chunk is None)
         samples = [entry.request.next_sample() for entry in launched if entry.samples]
         decoding = [entry.request for entry in launched if entry.chunk is None]
-        self.num_proposed = self._choose_drafts(launched, decoding)
+        self.num_proposed = self._choose_drafts(launched, requests)
         masked = [(e.request, e.request.matcher) for e in launched if e.samples and e.request.matcher is not None]
         self.last_step += 1
         self._under_way.append((self.last_step, launched))
@@ -89,10 +89,10 @@ class Launches:
             **self._masks(masked, decisions.num_drafts),
         )
 
-    def _choose_drafts(self, launched: Sequence[Launched], decoding: Sequence[Request]) -> int:
+    def _choose_drafts(self, launched: Sequence[Launched], running: Sequence[Request]) -> int:
         """What pays for the requests that verify all that is proposed; but not fewer than sparse ones need."""
         chosen = self._drafts.choose([e.request.num_tokens for e in launched if e.samples and not e.is_sparse])
-        return max(chosen, min(self._sparsity.num_drafts(decoding), self._drafts.most))
+        return max(chosen, min(self._sparsity.num_drafts(running), self._drafts.most))
 
     def _masks(self, constrained: Sequence[tuple[Request, Matcher]], num_drafts: int) -> dict[str, Any]:
         """What a plan says of these requests' next tokens."""

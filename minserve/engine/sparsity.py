@@ -22,6 +22,7 @@ from minserve.engine.plan import Demotion, Fetched
 from minserve.engine.request import Request
 from minserve.engine.reserve import PrefillReserve
 from minserve.engine.sparse_rules import SparseRules, Terms
+from minserve.errors import RequestError
 from minserve.memory.blocks import BlockManager
 from minserve.protocol import SparseParams, SparseUsage, Stats
 
@@ -50,7 +51,7 @@ class Sparsity:
     """rules: None: nobody is ever sparse. stats: its counters of working sets are kept here."""
 
     def __init__(self, rules: SparseRules | None, blocks: BlockManager, reserve: PrefillReserve, stats: Stats) -> None:
-        self._rules = rules if blocks.num_host_blocks else None
+        self._rules = rules if blocks.writes_through else None
         self._num_slots = rules.num_slots if rules is not None else 0
         self._blocks = blocks
         self._reserve = reserve
@@ -62,6 +63,8 @@ class Sparsity:
 
     def add(self, request: Request, params: SparseParams | None) -> None:
         """Raises RequestError for what the server cannot do."""
+        if self._rules is None and params is not None and params.mode == "always":
+            raise RequestError("nothing is sparse on this server: it takes a host tier", param="sparse.mode")
         terms = self._rules.terms(params) if self._rules is not None else None
         if terms is not None:
             self._states[request] = _State(terms, Allowance(terms.allowance, terms.fixed))
@@ -168,9 +171,9 @@ class Sparsity:
         if state is None or not state.has_queries or request.policy is not None or not self._is_at_rest(request):
             return None
         num_tokens = len(request.token_ids)
-        if self._blocks.num_durable(request.id) < (num_tokens - 1) // BLOCK_SIZE or not self._can_be_demoted(
-            request, state
-        ):
+        if self._blocks.num_durable(request.id) < (num_tokens - 1) // BLOCK_SIZE:
+            return None
+        if not self._can_be_demoted(request, state):
             return None
         keep = self._reserve.keep_from(request)
         places = self._blocks.demote(request.id, num_tokens, self._num_slots, state.terms.key, step=step, keep=keep)
@@ -234,11 +237,10 @@ class Sparsity:
 
     # ---- a step is launched, and its result comes ----
 
-    def num_drafts(self, decoding: Sequence[Request]) -> int:
+    def num_drafts(self, running: Sequence[Request]) -> int:
         """How many drafts the next step of these needs at least: a row behind those that a lane verifies."""
-        policies = [
-            request.policy or self._states[request].terms.policy for request in decoding if self.takes_part(request)
-        ]
+        taking_part = [request for request in running if self.takes_part(request)] if self._states else []
+        policies = [request.policy or self._states[request].terms.policy for request in taking_part]
         return max((policy.num_verified + policy.looks_ahead for policy in policies), default=0)
 
     def words(self, decoding: Sequence[Request]) -> dict[str, Any]:

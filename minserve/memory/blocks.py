@@ -80,6 +80,11 @@ class BlockManager:
         return self._host.num_held
 
     @property
+    def writes_through(self) -> bool:
+        """Whether full blocks go to host blocks at all."""
+        return self._prefix_caching and self._host.num_blocks > 0
+
+    @property
     def num_host_available(self) -> int:
         """Host blocks that can be had now."""
         return self._host.num_available

@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from minserve.engine.request import Status
-from minserve.engine.reserve import PrefillReserve
 from minserve.engine.scheduler import Scheduler
 from minserve.memory.blocks import BlockManager
 from minserve.memory.hashing import BlockHasher
@@ -13,14 +12,16 @@ from minserve.memory.host_tier import HostTier
 from minserve.memory.pool import PlacePool
 from tests.sim.device import Device
 
+NUM_SEEDS = 1000
 BUGS = {}
+SEEDS = {}
 
 
-def bug(rule):
-    """Register a bug: a function that returns (owner, attribute, replacement)."""
+def bug(rule, seeds=range(NUM_SEEDS)):
+    """Register a bug: a function that returns (owner, attribute, replacement). seeds: those that may find it."""
 
     def register(make):
-        BUGS[rule] = make
+        BUGS[rule], SEEDS[rule] = make, seeds
         return make
 
     return register
@@ -235,43 +236,6 @@ def no_lane_quarantine():
 @bug("blocks on their way are found after the cache was cleared")
 def half_cleared():
     return HostTier, "forget_all", lambda self: self._blocks.forget_all()
-
-
-@bug("running requests take the prefill reserve")
-def reserve_taken():
-    return PrefillReserve, "keep_from", lambda self, request: 0
-
-
-@bug("two requests prefill in the reserve")
-def reserve_shared():
-    return PrefillReserve, "is_open_to", lambda self, request: self._num_pages > 0
-
-
-@bug("whoever was in the reserve keeps it when it ends")
-def reserve_kept():
-    original = Scheduler._leave_lane
-
-    def leave_lane(self, request):
-        user = self._reserve.user
-        original(self, request)
-        self._reserve.user = user
-
-    return Scheduler, "_leave_lane", leave_lane
-
-
-@bug("a request goes back to the reserve with its prompt done")
-def reserve_again():
-    return PrefillReserve, "is_open_to", lambda self, request: self._num_pages > 0 and self.user is None
-
-
-@bug("a request stays in the reserve when its prompt is done")
-def reserve_never_left():
-    return Scheduler, "_leave_reserve", lambda self, decisions: None
-
-
-@bug("not the youngest gives way")
-def wrong_victim():
-    return PrefillReserve, "victim", lambda self, running: running[len(running) // 2]
 
 
 @bug("a prompt is not computed although its log probabilities are wanted")

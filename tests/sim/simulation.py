@@ -88,7 +88,7 @@ def _sparse(seed):
     machine = sparse_machine(rng)
     link = Link(
         seed=seed,
-        max_delay=rng.choice([1, 1, 3, 20]),
+        max_delay=rng.choice([1, 3, 10, 20]),
         failure_rate=rng.choice([0.0, 0.0, 0.1, 0.4]),
         repeat_rate=rng.choice([0.0, 0.2]),
     )
@@ -96,7 +96,12 @@ def _sparse(seed):
     if seed % 8 == 2:
         return Scenario(seed, machine, link, tuple(sparse_actions(rng, longest)))
     machine |= {"num_host_blocks": 100, "prefill_reserve": 0, "run_ahead": 1, "max_num_seqs": 8}
-    return Scenario(seed, machine, replace(link, failure_rate=0.0), tuple(reload_actions(rng, longest)))
+    return Scenario(
+        seed,
+        machine,
+        replace(link, max_delay=rng.choice([1, 2, 3]), failure_rate=0.0),
+        tuple(reload_actions(rng, longest)),
+    )
 
 
 def _actions(rng, prefixes, longest, storm):

@@ -81,7 +81,7 @@ def reload_actions(rng, longest):
         yield "submit", f"first{number}", prompt, 1, "", {}
     yield "step", 60
     yield ("forget pages",)
-    for number in range(rng.randint(5, 9)):
+    for number in range(rng.randint(5, 8)):
         prompt = rng.choice(prompts)[: rng.randint(longest // 4, longest // 2)]
         params = {"ignore_eos": True, "sparse": SparseParams(mode=rng.choice([None, "always", "always"]))}
         yield "submit", f"r{number}", (*prompt, number + 1), rng.randint(1, min(30, longest // 2 - 1)), "", params

@@ -3,11 +3,11 @@
 import pytest
 
 import tests.sim.draft_bugs
+import tests.sim.reserve_bugs
 import tests.sim.sparse_bugs  # noqa: F401 (they register themselves)
-from tests.sim.bugs import BUGS, planted
+from tests.sim.bugs import BUGS, NUM_SEEDS, SEEDS, planted
 from tests.sim.simulation import make_scenario, shrink, simulate, violation
 
-NUM_SEEDS = 1000
 KEPT = ()
 """Seeds that once failed."""
 
@@ -26,7 +26,7 @@ def test_no_rule_is_broken(first):
 @pytest.mark.parametrize("rule", BUGS)
 def test_a_planted_bug_is_found(rule, record_property, capsys):
     with planted(rule):
-        found = next((seed for seed in range(NUM_SEEDS) if violation(make_scenario(seed)) is not None), None)
+        found = next((seed for seed in SEEDS[rule] if violation(make_scenario(seed)) is not None), None)
     with capsys.disabled():
         print(f"\n{rule}: found after {'no' if found is None else found + 1} seeds", end="")
     assert found is not None
@@ -34,7 +34,7 @@ def test_a_planted_bug_is_found(rule, record_property, capsys):
 
 
 def test_scenarios_reach_what_they_are_for():
-    preemptions = loads = shared = aborts = resumed = accepted = rejected = 0
+    preemptions = loads = shared = aborts = resumed = accepted = rejected = demotions = repeats = copies = 0
     for seed in range(150):
         world = simulate(make_scenario(seed))
         preemptions += world.scheduler.stats().num_preemptions
@@ -44,7 +44,11 @@ def test_scenarios_reach_what_they_are_for():
         resumed += sum(chunk.start % 16 != 0 for plan in world.plans for chunk in plan.chunks)
         accepted += sum(world.scheduler.stats().accepted_at)
         rejected += world.scheduler.stats().num_draft_tokens
+        demotions += world.scheduler.stats().num_demotions
+        repeats += world.scheduler.stats().sparse_retries
+        copies += sum(len(demotion.ring_copies) for plan in world.plans for demotion in plan.demotions)
     assert min(preemptions, loads, shared, aborts, resumed, accepted, rejected - accepted) > 20
+    assert min(demotions, repeats, copies) > 5
 
 
 def test_a_scenario_is_the_same_every_time():

@@ -4,6 +4,7 @@ import pytest
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.allowance import BURST_STEPS
+from minserve.errors import RequestError
 from minserve.protocol import SparseParams
 from tests.sim.device import HEADS, Link
 from tests.sim.sparse_traffic import sparse_rules
@@ -241,12 +242,15 @@ def test_who_will_be_sparse_is_let_in_when_there_are_host_blocks_for_it(run_ahea
     assert stats(world).num_preemptions == 0
 
 
-def test_without_a_host_tier_nobody_becomes_sparse(run_ahead):
-    world = make_world(run_ahead, num_host_blocks=0, num_pages=25, rules={"mode": "above"})
+@pytest.mark.parametrize("without", [{"num_host_blocks": 0}, {"prefix_caching": False}])
+def test_without_a_host_tier_nobody_becomes_sparse(run_ahead, without):
+    world = make_world(run_ahead, num_pages=25, rules={"mode": "above"}, **without)
     submit(world, "a", 150, max_tokens=100)
     submit(world, "b", 150, max_tokens=100)
     world.run()
     assert demotions(world) == []
+    with pytest.raises(RequestError):
+        submit(world, "c", 20, sparse=SparseParams(mode="always"))
 
 
 def test_the_next_turn_finds_what_was_computed_under_its_policy(run_ahead):
