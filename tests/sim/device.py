@@ -214,8 +214,8 @@ class Device:
         """The mark of what is computed at a position of a resident lane: that of all before it."""
         if own.exact_to is None:
             return 0
-        table = self.tables[lane]
-        marked = any(self.pages[table[at // BLOCK_SIZE]][0][at % BLOCK_SIZE] >= MARK for at in range(position))
+        table, before = self.tables[lane], range(min(position, self.end[lane] - 1))  # no row writes behind that
+        marked = any(self.pages[table[at // BLOCK_SIZE]][0][at % BLOCK_SIZE] >= MARK for at in before)
         return own.mark if marked else 0
 
     def _write(self, lane, position, token):
