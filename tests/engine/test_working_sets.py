@@ -155,7 +155,7 @@ def test_a_lane_that_is_set_up_anew_is_resident(tmp_path):
 
 
 def test_a_row_that_runs_again_has_all_that_it_wanted_in_the_first_layer(tmp_path):
-    """Where its query is the same; also the block that has left the ring meanwhile, which the lookahead may not want."""
+    """Where its query is the same; also the block that has left the ring since, which the lookahead may not want."""
     own = lab(tmp_path, 4, 1)
     own.read(PROMPT, NEW)
     own.decode(), own.decode()
