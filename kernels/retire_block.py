@@ -30,8 +30,8 @@ def retire_block(
     """Takes blocks that leave the ring into slots; comes behind the step's fetches, before the ring's page is written.
 
     retiring: [entries] int64, the block that leaves each entry's ring (Ring.retiring), -1: none; in no slot yet
-    wanted: [entries, kv_heads, blocks] bool, what the lookahead row wants, retiring blocks being ranked; an entry's
-        heads are contiguous
+    wanted: [entries, kv_heads, blocks] bool, what the lookahead row wants, or the normal one if it runs again,
+        retiring blocks being ranked; an entry's heads are contiguous
     kv: [pages, kv_heads, 2, 16, head_dim], one layer's; page_table: [num_lanes, columns] int32, columns >= K + 3
     maps, lanes, step: as in `select_blocks`; all three maps are written. All contiguous.
     """

@@ -44,8 +44,10 @@ def evictable_slots(
 
 
 def are_wanted(slot_block: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Whether each slot's block is wanted."""
-    return wanted.gather(-1, slot_block.clamp_min(0).to(torch.int64)) & (slot_block >= 0)
+    """Whether each slot's block is wanted. Where lane 0 stands for padding, its slots may hold blocks that are behind
+    all that the step ranks."""
+    known = (slot_block >= 0) & (slot_block < wanted.shape[-1])
+    return wanted.gather(-1, torch.where(known, slot_block, 0).to(torch.int64)) & known
 
 
 def take_slots(

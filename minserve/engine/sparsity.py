@@ -34,7 +34,8 @@ on meanwhile. A sparse one would have to wait with as many."""
 @dataclass(slots=True)
 class _State:
     """wanted: it is to become sparse; urgent: others wait for its pages, so that it waits for its copies.
-    has_queries: its last step has kept them. from_token: see `SparseUsage`; -1: it never was sparse."""
+    has_queries: its last step has kept them. from_token: see `SparseUsage`; -1: it never was sparse. num_full: how many
+    full blocks it had when it last became so."""
 
     terms: Terms
     allowance: Allowance
@@ -42,6 +43,7 @@ class _State:
     urgent: bool = False
     has_queries: bool = False
     from_token: int = -1
+    num_full: int = 0
     num_steps: int = 0
     num_retries: int = 0
     fetched: Fetched = field(default_factory=lambda: Fetched(0, 0, 0, 0, 0))
@@ -64,7 +66,9 @@ class Sparsity:
     def add(self, request: Request, params: SparseParams | None) -> None:
         """Raises RequestError for what the server cannot do."""
         if self._rules is None and params is not None and params.mode == "always":
-            raise RequestError("nothing is sparse on this server: it takes a host tier", param="sparse.mode")
+            raise RequestError(
+                "no request is ever sparse on this server (see --sparse and --host-kv)", param="sparse.mode"
+            )
         terms = self._rules.terms(params) if self._rules is not None else None
         if terms is not None:
             self._states[request] = _State(terms, Allowance(terms.allowance, terms.fixed))
@@ -182,6 +186,7 @@ class Sparsity:
         request.policy = state.terms.policy
         state.wanted = state.urgent = state.has_queries = False
         state.from_token = num_tokens - 1 if state.from_token < 0 else state.from_token
+        state.num_full = (num_tokens - 1) // BLOCK_SIZE
         self._stats.num_demotions += 1
         return Demotion(
             lane=request.lane,
@@ -253,7 +258,7 @@ class Sparsity:
         sparse = [request for request in taking_part if request.policy is not None]
         stored = [(request, *entry) for request in sparse for entry in self._blocks.take_stored(request.id)]
         for request, block, _ in stored:
-            if self._rules is not None and block >= self._states[request].from_token // BLOCK_SIZE:
+            if self._rules is not None and block >= self._states[request].num_full:
                 self._stats.bytes_stored += self._rules.block_bytes
         shares = refills([self._states[request].allowance for request in sparse])
         return {

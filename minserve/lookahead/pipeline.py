@@ -96,6 +96,9 @@ class SparseStep:
         counters = counters.sum(dim=0)
         if bool(ranking.again.any()):
             counters[:, :3] += self._take_for_again(ranking)
+            # Its ring begins a block later: what leaves it now has to be there as well, and to evict nothing of it.
+            runs_again = ranking.again.repeat(sets.kv.shape[0])[:, None, None]
+            wanted = torch.where(runs_again, normal, wanted)
         self._retire(wanted)
         sets.retried[self._at] = ranking.again
         done = self._recalled if self._recalls else counters[:, :3]

@@ -224,3 +224,13 @@ def test_the_report_by_layer_adds_up_to_the_totals(tmp_path, miss_policy):
     assert [row[0] for row in rows] == ["0", "1", "2"]
     columns = [sum(map(int, column)) for column in list(zip(*rows))[1:]]
     assert columns == [stats.sparse_hits, stats.sparse_misses, stats.sparse_cut_misses, stats.sparse_surprises]
+
+
+def test_a_step_runs_again_behind_a_longer_request_that_has_left_the_first_lane(tmp_path):
+    """Whose slots still name blocks that nobody in the step ranks. Beside it another, whose step does not."""
+    own = engine(tmp_path / "engine", 3, miss_policy="retry")
+    longer, shorter = request("longer", 1, 500, max_tokens=4), request("shorter", 2, 120, max_tokens=80)
+    other = request("other", 3, 100, sparse=SparseParams(mode="never"), max_tokens=80)
+    deltas = finish(own, longer, shorter, other)
+    assert deltas["longer"][-1].sparse is not None
+    assert deltas["shorter"][-1].sparse.retries > 0

@@ -152,3 +152,22 @@ def test_a_lane_that_is_set_up_anew_is_resident(tmp_path):
     assert own.sets.sparse[0]
     assert texts_and_logits(own)[0] == first
     assert not own.sets.sparse[0]
+
+
+def test_a_row_that_runs_again_has_all_that_it_wanted_in_the_first_layer(tmp_path):
+    """Where its query is the same; also the block that has left the ring since, which the lookahead may not want."""
+    own = lab(tmp_path, 4, 1)
+    own.read(PROMPT, NEW)
+    own.decode(), own.decode()
+    own.demote(policy(looks_ahead=True, retry_above=0.0))
+    num_again = 0
+    for _ in range(120):
+        ran_again = own.sets.retried[0].item()
+        before, start = int(own.sets.by_layer[0, 3]), int(own.sets.ring_start[0])
+        own.decode()
+        if ran_again:
+            num_again += 1
+            assert int(own.sets.by_layer[0, 3]) == before, f"the ring began at {start}"
+        if len(own.token_ids) >= len(PROMPT) + NEW - 9:
+            break
+    assert num_again > 10

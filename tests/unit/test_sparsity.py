@@ -199,6 +199,10 @@ def test_a_sparse_request_that_gives_way_comes_back_and_may_become_sparse_again(
     world.run()
     assert stats(world).num_preemptions > 0
     assert len({demotion.num_tokens for demotion in demotions(world)}) > 1
+    # What is in the ring at a demotion has been stored before.
+    told = [block for plan in world.plans if not plan.demotions for _, block, _ in plan.stored]
+    assert len(told) == len(set(told))
+    assert stats(world).bytes_stored == HEADS * len(told)
 
 
 def test_a_prompt_in_the_reserve_leaves_it_by_becoming_sparse(run_ahead):
