@@ -94,7 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         try:
             config = msgspec.convert(fields, cls)
         except msgspec.ValidationError as error:
-            name, what = field_fault(error)
+            name, what = field_fault(error, cls)
             raise ConfigError(f"{name}: {what}") from None
         for wrong, why in _conflicts(config):
             if wrong:

@@ -5,13 +5,17 @@ Does not know: HTTP itself; `api` turns a `RequestError` into a response.
 """
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
+import msgspec.inspect as shapes
 
 # msgspec says: "Expected `int`, got `str` - at `$.n`", "Object missing required field `role` - at `$.messages[0]`".
 _PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 _IN_MAPPING = "[...]"  # how msgspec spells the place of a mapping's value
 _BOUND = re.compile(r"^Expected `(?P<kind>\w+)`(?P<length> of length)? (?P<sign>>=|<=|>|<) (?P<bound>\S+)$")
+_FIELD_NAME = re.compile(r"(?:^|\.)(\w+)")
 _SIGNS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _ITEMS = {"str": "characters", "array": "items", "object": "entries"}
 _NAMED_FIELD = re.compile(r"^Object (contains|missing) (?P<what>unknown|required) field `(?P<name>.*)`$", re.DOTALL)
@@ -85,13 +89,37 @@ class EngineDeadError(EngineError):
     """The engine process is gone; nothing more will be served."""
 
 
-def field_fault(error: msgspec.ValidationError) -> tuple[str, str]:
-    """(path of the field at fault, what is wrong with it); the path is empty if it is the whole value."""
+def field_fault(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
+    """(path of the field at fault, what is wrong with it); the path is empty if it is the whole value.
+
+    kind: what the value was to be.
+    """
     match = _PATH.match(str(error))
     what, path = (match["what"], match["path"]) if match else (str(error), "")
     if named := _NAMED_FIELD.search(what):
         return ".".join(filter(None, (path, named["name"]))), f"{named['what']} field"
+    if what.startswith("Invalid enum value"):
+        names = _FIELD_NAME.findall(path)
+        what += f"; allowed: {', '.join(sorted(_choices(shapes.type_info(kind), names)))}"
     return path.removesuffix(_IN_MAPPING), _bound_in_words(what) or what[:1].lower() + what[1:]
+
+
+def _choices(kind: shapes.Type, names: list[str]) -> Iterator[str]:
+    """The values that a field may have, by the names on the path to it."""
+    match kind:
+        case shapes.UnionType():
+            for one in kind.types:
+                yield from _choices(one, names)
+        case shapes.ListType() | shapes.VarTupleType():
+            yield from _choices(kind.item_type, names)
+        case shapes.DictType():
+            yield from _choices(kind.value_type, names)
+        case shapes.StructType() if names:
+            for field in kind.fields:
+                if field.encode_name == names[0]:
+                    yield from _choices(field.type, names[1:])
+        case shapes.LiteralType() if not names:
+            yield from map(str, kind.values)
 
 
 def _bound_in_words(what: str) -> str | None:

@@ -180,7 +180,7 @@ def _checked_params(params: SamplingParams, options: Mapping[str, Any]) -> Sampl
     try:
         return msgspec.convert({**msgspec.structs.asdict(params), **options}, SamplingParams)
     except msgspec.ValidationError as error:
-        name, what = field_fault(error)
+        name, what = field_fault(error, SamplingParams)
         raise RequestError(f"{name}: {what}", param=name) from None
 
 
@@ -190,7 +190,7 @@ def _checked_sparse(sparse: Sparse, info: Ready) -> SparseParams:
     try:
         checked = msgspec.convert(given, SparseParams)
     except msgspec.ValidationError as error:
-        name, what = field_fault(error)
+        name, what = field_fault(error, SparseParams)
         raise RequestError(f"sparse.{name}: {what}", param=f"sparse.{name}") from None
     refuse_sparse(checked, info)
     return checked

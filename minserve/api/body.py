@@ -154,7 +154,7 @@ def convert(fields: dict[str, Any], kind: type[T], where: str = "") -> T:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        path, what = field_fault(error)
+        path, what = field_fault(error, kind)
         param = ".".join(filter(None, (where, path))) or None
         value = fields.get(path)
         given = f", got {value}" if isinstance(value, int | float) and "got" not in what else ""

@@ -6,9 +6,10 @@ Owns: field names. Does not know: where the values come from, in which order the
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from minserve.api.items_request import ReasoningOptions, TextOptions
-from minserve.api.responses import PromptTokensDetails, Usage
+from minserve.api.responses import DraftTokensDetails, PromptTokensDetails, SparseDetails, Usage
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -59,11 +60,15 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class ItemsUsage(msgspec.Struct):
+    """draft_tokens_details, sparse_details: as in `Usage`."""
+
     input_tokens: int
     input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    draft_tokens_details: DraftTokensDetails | UnsetType = UNSET
+    sparse_details: SparseDetails | UnsetType = UNSET
 
     @classmethod
     def of(cls, usage: Usage, num_reasoning_tokens: int) -> "ItemsUsage":
@@ -74,6 +79,8 @@ class ItemsUsage(msgspec.Struct):
             usage.completion_tokens,
             OutputTokensDetails(num_reasoning_tokens),
             usage.total_tokens,
+            usage.draft_tokens_details,
+            usage.sparse_details,
         )
 
 

@@ -108,10 +108,15 @@ class Sparsity:
     def has_host_room(self, request: Request, running: Sequence[Request]) -> bool:
         """Whether there are host blocks for all of a waiting request, if it cannot do without, beside what those that
         run will want next."""
-        if not self.key(request):
+        if not (self.key(request) and self._fits_host(request)):
             return True
-        wanted = sum(_num_blocks(r) - self._blocks.num_durable(r.id) for r in running if self.key(r))
+        others = [r for r in running if self.key(r) and self._fits_host(r)]
+        wanted = sum(_num_blocks(r) - self._blocks.num_durable(r.id) for r in others)
         return self._blocks.num_host_available + self._blocks.num_kept(request.id) >= _num_blocks(request) + wanted
+
+    def _fits_host(self, request: Request) -> bool:
+        """Whether all host blocks together would do. Who is longer is resident, and need not wait for host blocks."""
+        return _num_blocks(request) <= self._blocks.num_host_blocks
 
     def takes_part(self, request: Request) -> bool:
         """Whether it is sparse, or may be in its next step."""
@@ -126,7 +131,7 @@ class Sparsity:
             return False
         if request.policy is not None:
             return self._waits_for_copies(request)
-        if state.terms.above is not None and request.num_tokens > state.terms.above:
+        if state.terms.above is not None and request.num_tokens > state.terms.above and self._fits_host(request):
             state.wanted = True
         if not (state.wanted and state.has_queries):
             return False

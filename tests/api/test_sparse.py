@@ -64,12 +64,12 @@ class TestAsked:
     @pytest.mark.parametrize(
         ("fields", "param", "words"),
         [
-            ({"mode": "often"}, "sparse.mode", "often"),
+            ({"mode": "often"}, "sparse.mode", "allowed: always, never, pressure"),
             ({"mode": "above"}, "sparse.mode", "above"),
             ({"lookahead": True}, "sparse.lookahead", "bool"),
             ({"verify_drafts": -1}, "sparse.verify_drafts", "at least 0"),
             ({"verify_drafts": 9}, "sparse.verify_drafts", "at most 8"),
-            ({"miss_policy": "recall"}, "sparse.miss_policy", "recall"),
+            ({"miss_policy": "recall"}, "sparse.miss_policy", "allowed: approximate, retry"),
             ({"fetch": "all"}, "sparse.fetch", "all"),
             ({"cap": 0}, "sparse.cap", "at least 1"),
             ({"cap": 4097}, "sparse.cap", "at most 4096"),
@@ -126,6 +126,14 @@ class TestUsage:
         whole = [await running.chat(), await running.complete()]
         streamed = [(await running.chat_events(**options))[-1], (await running.completion_events(**options))[-1]]
         assert [answer["usage"]["sparse_details"] for answer in whole + streamed] == [DETAILS] * 4
+
+    async def test_responses_say_it_too_and_of_drafts(self, sparse_server):
+        running = await sparse_server()
+        running.engine.sparse, running.engine.share_accepted = USED, 0.5
+        _, answer = await running.post("/v1/responses", {"input": "hi", "sparse": EVERYTHING})
+        assert running.engine.submits[0].sparse == SparseParams(**EVERYTHING)
+        assert answer["usage"]["sparse_details"] == DETAILS
+        assert answer["usage"]["draft_tokens_details"] == {"draft_tokens": 8, "accepted_tokens": 4}
 
     async def test_in_a_stream_that_tells_it_all_along_it_is_there_at_the_end(self, sparse_server):
         running = await sparse_server()

@@ -246,6 +246,16 @@ def test_who_will_be_sparse_is_let_in_when_there_are_host_blocks_for_it(run_ahea
     assert stats(world).num_preemptions == 0
 
 
+def test_who_is_longer_than_all_host_blocks_is_resident_and_waits_for_none(run_ahead):
+    world = make_world(run_ahead, num_host_blocks=9)
+    for name in "abc":
+        submit(world, name, 150, max_tokens=40, sparse=SparseParams(mode="always"))
+    world.run()
+    assert world.most_running == 3
+    assert demotions(world) == []
+    assert not any(plan.keeps_queries for plan in world.plans)
+
+
 @pytest.mark.parametrize("without", [{"num_host_blocks": 0}, {"prefix_caching": False}])
 def test_without_a_host_tier_nobody_becomes_sparse(run_ahead, without):
     world = make_world(run_ahead, num_pages=25, rules={"mode": "above"}, **without)
