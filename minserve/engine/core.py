@@ -95,7 +95,7 @@ class Engine:
             deltas += self._scheduler.commit(self._result_of(self._in_flight.popleft()))
         return deltas
 
-    def _result_of(self, step: "_InFlight") -> StepResult:
+    def _result_of(self, step: _InFlight) -> StepResult:
         result = step.running.result()
         now = time.perf_counter()
         if step.tells:

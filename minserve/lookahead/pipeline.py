@@ -20,11 +20,12 @@ from minserve.memory.working_sets import WorkingSets
 
 class Ranking(NamedTuple):
     """Of each (layer, entry), one after the other. scores: [layers * entries, 2, kv_heads, blocks]; wanted: bool,
-    the same shape. again: [entries] bool, whose step has to run again."""
+    the same shape. again: [entries] bool, whose step has to run again; asked: [entries] int64, as in `Fetched`."""
 
     scores: torch.Tensor
     wanted: torch.Tensor
     again: torch.Tensor
+    asked: torch.Tensor
 
 
 class SparseStep:
@@ -102,7 +103,7 @@ class SparseStep:
         self._retire(wanted)
         sets.retried[self._at] = ranking.again
         done = self._recalled if self._recalls else counters[:, :3]
-        return torch.cat((done, counters[:, 3:], self._asked[:, None]), dim=1)
+        return torch.cat((done, counters[:, 3:], ranking.asked[:, None]), dim=1)
 
     def _take_for_again(self, ranking: Ranking) -> torch.Tensor:
         """What the row wants that has to run again, whatever was saved up. [entries, 3] int64, as of `Fetched`.
@@ -147,8 +148,7 @@ class SparseStep:
         missing, asked = self._surprises(wanted[:, NORMAL], layers)
         share = missing / asked.clamp_min(1)
         again = self._takes_part & (share > sets.retry_above[self._own]) & ~sets.retried[self._own]
-        self._asked = asked
-        return Ranking(scores, wanted, again)
+        return Ranking(scores, wanted, again, asked)
 
     def _surprises(self, wanted: torch.Tensor, layers: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """How many blocks the normal row wants outside the ring and does not have, and wants there in all; [entries]

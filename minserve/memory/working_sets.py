@@ -94,6 +94,7 @@ class WorkingSets:
         if plan.setups:
             lanes = to_device([setup.lane for setup in plan.setups], torch.int64, self.sparse.device)
             self.sparse.index_fill_(0, lanes, False)
+            # A step ranks as many blocks as its lanes have, so none may seem to hold one of a longer text before it.
             self.maps.slot_block.index_fill_(1, lanes, -1)
         if plan.keeps_queries:
             self.step += 1

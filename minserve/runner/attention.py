@@ -31,7 +31,7 @@ class DecodeAttention:
     """The same number of rows of each lane, one lane's after the other's.
 
     lanes: [lanes] int64, -1: padding; positions, places (see norm_rope_store), lengths: [rows] int64.
-    sparse: what it says of places, lengths and pages holds, and it is shown every layer's queries.
+    sparse: where some lane is: its places, lengths and pages are used, and each layer's queries are given to it.
     """
 
     def __init__(
