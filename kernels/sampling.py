@@ -109,35 +109,26 @@ def draw_reference(
     filtered: bool = True,
 ) -> torch.Tensor:
     """draw in plain torch, for a step that is not captured: it looks at the values, to do no more than is asked."""
-    rows_per_entry = len(logits) // max(len(lanes), 1)
+    rows_per_entry = max(1, len(logits) // max(len(lanes), 1))
     lanes = lanes.repeat_interleave(rows_per_entry)
-    rows = (lanes >= 0).nonzero()[:, 0]
-    own = lanes[rows]
-    logits = logits[rows].float()
+    temperature = torch.where(lanes < 0, 0.0, state.temperature[lanes])
+    logits = logits.float()
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
-    temperature, top_k, top_p, min_p = state.temperature[own], state.top_k[own], state.top_p[own], state.min_p[own]
-    random = temperature > 0
-    if bool(random.any()):
-        logits = logits / torch.where(random, temperature, 1.0)[:, None]
-        if filtered and bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()):
-            logits = filter_logits(logits, top_k, top_p, min_p)
-        positions = state.num_tokens[own] + rows % max(rows_per_entry, 1) + ahead
-        logits = logits + _column_noise(state.seed[own], positions, logits.shape[1], id_offsets) * random[:, None]
-    drawn = logits.argmax(dim=-1)
-    tokens = torch.zeros_like(lanes)
-    tokens[rows] = drawn if id_offsets is None else drawn + id_offsets[drawn]
-    return tokens
-
-
-def _column_noise(
-    seed: torch.Tensor, positions: torch.Tensor, vocab: int, id_offsets: torch.Tensor | None
-) -> torch.Tensor:
-    """Gumbel noise [rows, vocab] of the ids that the columns stand for."""
-    if id_offsets is None:
-        return gumbel_noise(seed, positions, vocab)
-    ids = torch.arange(vocab, device=id_offsets.device) + id_offsets
-    return gumbel_noise(seed, positions, int(ids.max()) + 1)[:, ids]
+    random = temperature.nonzero()[:, 0]
+    drawn = logits.argmax(dim=-1) if len(random) < len(lanes) else torch.empty_like(lanes)
+    if len(random):
+        own = lanes[random]
+        scores = logits[random].div_(temperature[random, None])
+        top_k, top_p, min_p = state.top_k[own], state.top_p[own], state.min_p[own]
+        if filtered and bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
+            scores = filter_logits(scores, top_k, top_p, min_p)
+        positions = state.num_tokens[own] + random % rows_per_entry + ahead
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        ids = ids if id_offsets is None else ids + id_offsets
+        drawn[random] = scores.add_(gumbel_noise(state.seed[own], positions, ids)).argmax(dim=-1)
+    tokens = drawn if id_offsets is None else drawn + id_offsets[drawn]
+    return tokens.masked_fill_(lanes < 0, 0)
 
 
 def draw_triton(

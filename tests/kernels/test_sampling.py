@@ -122,7 +122,7 @@ def test_the_reference_is_the_formula(device):
     options = {"temperature": 0.8, "top_k": [0, 5, 0], "top_p": [1.0, 1.0, 0.7], "min_p": 0.01}
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2)).to(device)
     state = make_state(device, 3, **options)
-    noise = gumbel_noise(state.seed, state.num_tokens, 50)
+    noise = gumbel_noise(state.seed, state.num_tokens, torch.arange(50, device=device))
     expected = (filter_logits(logits / 0.8, state.top_k, state.top_p, state.min_p) + noise).argmax(-1)
     assert torch.equal(draw_reference(logits, torch.arange(3, device=device), state), expected)
 

@@ -68,19 +68,19 @@ def seeds(*values):
 
 
 def test_noise_depends_on_seed_position_and_id_alone():
-    one = gumbel_noise(seeds(7), torch.tensor([3]), 1000)
-    batch = gumbel_noise(seeds(1, 7, 2**63 - 1), torch.tensor([3, 3, 9]), 1000)
+    one = gumbel_noise(seeds(7), torch.tensor([3]), torch.arange(1000))
+    batch = gumbel_noise(seeds(1, 7, 2**63 - 1), torch.tensor([3, 3, 9]), torch.arange(1000))
     assert torch.equal(one[0], batch[1])
     assert not torch.equal(batch[0], batch[1])
     for other in (
-        gumbel_noise(seeds(7 + 2**32), torch.tensor([3]), 1000),
-        gumbel_noise(seeds(7), torch.tensor([4]), 1000),
+        gumbel_noise(seeds(7 + 2**32), torch.tensor([3]), torch.arange(1000)),
+        gumbel_noise(seeds(7), torch.tensor([4]), torch.arange(1000)),
     ):
         assert (other == one).float().mean() < 0.01
 
 
 def test_noise_is_standard_gumbel_and_finite():
-    noise = gumbel_noise(seeds(*range(64)), torch.arange(64), 4096).flatten().double()
+    noise = gumbel_noise(seeds(*range(64)), torch.arange(64), torch.arange(4096)).flatten().double()
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.02)
@@ -91,7 +91,7 @@ def test_noise_is_standard_gumbel_and_finite():
 
 
 def test_neighbouring_positions_and_ids_are_uncorrelated():
-    noise = gumbel_noise(seeds(*[11] * 512), torch.arange(512), 512).double()
+    noise = gumbel_noise(seeds(*[11] * 512), torch.arange(512), torch.arange(512)).double()
     noise = (noise - noise.mean()) / noise.std()
     for shifted in (
         noise.roll(1, 0),
@@ -105,7 +105,7 @@ def test_neighbouring_positions_and_ids_are_uncorrelated():
 
 def test_the_largest_sum_of_logits_and_noise_is_a_draw_from_the_softmax():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
-    draws = (logits + gumbel_noise(seeds(*range(20000)), torch.full((20000,), 5), 5)).argmax(-1)
+    draws = (logits + gumbel_noise(seeds(*range(20000)), torch.full((20000,), 5), torch.arange(5))).argmax(-1)
     expected = logits.softmax(0) * 20000
     counts = torch.bincount(draws, minlength=5)
     assert counts[4] == 0
