@@ -18,7 +18,7 @@ class FakeEngine:
     hold_at: after so many tokens every request waits for release(). fail_at: after so many tokens it fails.
     sparse: what it says of each request's working set, at its end.
     watched: set once a server watches over it, which it does when it listens.
-    working_sets: of the requests that are sparse.
+    working_sets: of the requests that are sparse. reported: set once a report was asked for.
     submits: all requests so far. running: ids now running. aborted: ids whose stream was closed early.
     """
 
@@ -50,6 +50,7 @@ class FakeEngine:
         self.working_sets: dict[str, WorkingSet] = {}
         self.stop_timeouts: list[float] = []
         self.watched = asyncio.Event()
+        self.reported = asyncio.Event()
         self._released = asyncio.Event()
         self._changed = asyncio.Condition()
         self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -75,6 +76,9 @@ class FakeEngine:
     async def working_set(self, request_id: str) -> WorkingSet | None:
         assert request_id in self.running
         return self.working_sets.get(request_id)
+
+    def report(self) -> None:
+        self.reported.set()
 
     async def wait_dead(self) -> str:
         self.watched.set()

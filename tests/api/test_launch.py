@@ -62,6 +62,8 @@ async def test_a_signal_stops_a_running_server_and_the_start_says_what_is_served
         await engine.watched.wait()
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/ready") as response:
             assert response.status == 200
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await engine.reported.wait()
         os.kill(os.getpid(), number)
         assert await running == 0
     assert len(engine.stop_timeouts) == 1
