@@ -18,7 +18,7 @@ Steps are numbers that rise; whoever uses a pool chooses them. Where a step has 
 two have numbers of their own (`foreground`, `background`).
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -157,12 +157,15 @@ class PlacePool:
 
     def check(self, holders: Iterable[int]) -> None:
         """Assert every invariant. holders: each held place once for each of its holders."""
-        expected = Counter(holders)
-        held = {place for place in range(self.num_places) if self._holders[place] > 0}
-        assert {place: self._holders[place] for place in held} == dict(expected), "references differ from holders"
+        expected = [0] * self.num_places
+        for place in holders:
+            expected[place] += 1
+        assert self._holders == expected, "references differ from holders"
+        held = {place for place, count in enumerate(expected) if count}
         states = [set(self._free), set(self._cached), set(self._quarantined), held]
         assert len(self._free) == len(states[0]), "a place is free twice"
         assert sum(map(len, states)) == self.num_places == len(set().union(*states)), "states overlap or lose a place"
-        assert {key: place for place, key in self._key_of.items()} == self._place_of, "keys and places are not inverse"
+        inverse = dict(zip(self._key_of.values(), self._key_of, strict=True))
+        assert inverse == self._place_of, "keys and places are not inverse"
         assert not states[0] & self._key_of.keys(), "a free place has a key"
         assert states[1] <= self._key_of.keys(), "a cached place has no key"
