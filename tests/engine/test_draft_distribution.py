@@ -128,7 +128,8 @@ def test_samples_follow_the_models_distribution_with_drafts_as_without(tmp_path,
 def take_all(monkeypatch):
     """Every draft is the text, whatever the model says."""
 
-    def accept(tokens, lanes, drafts, last_token, num_tokens):
+    def accept(tokens, lanes, drafts, last_token, num_tokens, most):
+        assert most is None
         rows = tokens.view(len(lanes), -1)
         rows[:, :-1] = drafts[lanes, : rows.shape[1] - 1]
         return accept_drafts(tokens, lanes, drafts, last_token, num_tokens)
@@ -144,7 +145,8 @@ def draw_again(monkeypatch):
         new_draws.append(draw(logits, lanes, replace(state, seed=state.seed + 10**6), allowed))
         return draw(logits, lanes, state, allowed)
 
-    def accept(tokens, lanes, drafts, last_token, num_tokens):
+    def accept(tokens, lanes, drafts, last_token, num_tokens, most):
+        assert most is None
         counts = accept_drafts(tokens, lanes, drafts, last_token, num_tokens)
         num_drafts = len(tokens) // len(lanes) - 1
         rejected = ((counts <= num_drafts) & (num_drafts > 0)).nonzero()[:, 0]
