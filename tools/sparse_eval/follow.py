@@ -78,9 +78,9 @@ def _check(lab: SparseLab, policy: Policy, step: Step, ahead: torch.Tensor, norm
     if policy.recalls:
         assert fetched.surprises == fetched.cut == 0, fetched
         return
-    # A step that runs again also fetches what its own row wants and has not got by the lookahead's fetches.
+    # A step that runs again also fetches what its own row wants and has not, or not any more, behind the lookahead's.
     more = fetched.hits + fetched.misses - int(ahead.sum())
-    assert 0 <= more <= (0 if step.tokens else fetched.surprises), (fetched, int(ahead.sum()))
+    assert 0 <= more <= (0 if step.tokens else fetched.asked), (fetched, int(ahead.sum()))
     if step.tokens:
         assert fetched.misses - fetched.cut <= num_layers * policy.refill(kv_heads)[1], fetched
         if policy.fetch == "fixed":
