@@ -153,7 +153,10 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         channel.send(engine.info)
-        EngineLoop(engine, channel).run()
+        try:
+            EngineLoop(engine, channel).run()
+        finally:
+            engine.close()
         gc.unfreeze()  # or the bindings of libraries report what is left at the end as leaks
     except EOFError:
         sys.exit(0)
