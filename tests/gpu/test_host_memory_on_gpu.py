@@ -84,5 +84,5 @@ def test_memory_that_cannot_be_registered_is_refused_with_figures(pages, monkeyp
             return 2
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    with pytest.raises(ConfigError, match="--host-kv: CUDA refused .* 0 of"):
+    with pytest.raises(ConfigError, match=r"--host-kv: CUDA refused .* 0 of"):
         HostPool(64, pages)
