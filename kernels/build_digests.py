@@ -9,6 +9,7 @@ it is full and all of its tokens are accepted.
 
 import torch
 
+from minserve.kernels.lang import tl, triton
 from minserve.kernels.masked_write import write_where
 
 
@@ -26,10 +27,46 @@ def build_digests(kv: torch.Tensor, digests: torch.Tensor, pages: torch.Tensor, 
     assert pages.shape == places.shape == (len(pages),), (pages.shape, places.shape)
     assert pages.dtype == places.dtype == torch.int64, (pages.dtype, places.dtype)
     assert all(tensor.is_contiguous() for tensor in (kv, digests, pages, places))
-    build_digests_reference(kv, digests, pages, places)
+    run = build_digests_triton if kv.is_cuda else build_digests_reference
+    run(kv, digests, pages, places)
 
 
 def build_digests_reference(kv: torch.Tensor, digests: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> None:
     valid = places >= 0
     keys = kv[torch.where(valid, pages, 0), :, 0]
     write_where(digests, places, torch.stack(torch.aminmax(keys, dim=2), dim=2), valid)
+
+
+@triton.jit
+def _build_digests_kernel(
+    kv,
+    digests,
+    pages,
+    places,
+    kv_heads: tl.constexpr,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    width: tl.constexpr,
+):
+    """One program for one KV head of one page; width: head_dim, rounded up to a power of two."""
+    number = tl.program_id(0) // kv_heads
+    head = tl.program_id(0) % kv_heads
+    place = tl.load(places + number)
+    if place >= 0:
+        page = tl.load(pages + number)
+        token = tl.arange(0, block_size)
+        column = tl.arange(0, width)
+        in_head = column < head_dim
+        source = kv + (page * kv_heads + head) * (2 * block_size * head_dim)
+        keys = tl.load(source + token[:, None] * head_dim + column[None, :], mask=in_head[None, :], other=0.0)
+        target = digests + (place * kv_heads + head) * (2 * head_dim) + column
+        tl.store(target, tl.min(keys, 0).to(digests.dtype.element_ty), mask=in_head)
+        tl.store(target + head_dim, tl.max(keys, 0).to(digests.dtype.element_ty), mask=in_head)
+
+
+def build_digests_triton(kv: torch.Tensor, digests: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> None:
+    _, kv_heads, _, block_size, head_dim = kv.shape
+    width = triton.next_power_of_2(head_dim)
+    _build_digests_kernel[(len(pages) * kv_heads,)](
+        kv, digests, pages, places, kv_heads, block_size, head_dim, width, num_warps=1
+    )

@@ -1,23 +1,34 @@
-"""Blocks into slots: from host blocks, as planned by select_blocks.py, and from the ring, when they leave it.
+"""Blocks from host memory into slots, as planned by select_blocks.py.
 
-    page of slot s = page_table[lane, s]           page of block b in the ring = page_table[lane, K + b % 3]
+    kv[page_table[lane, slots[i]], h] = host[host_table[lane, blocks[i]], layer, h]
 
-    fetch:   kv[page of slots[i], h]  = host[host_table[lane, blocks[i]], layer, h]
-    retire:  kv[page of a victim, h]  = kv[page of the block in the ring, h]
+for each (lane, KV head) h on its own. The slot's former block is in no slot from then on. What comes from the ring is
+in retire_block.py.
 
-for each (lane, KV head) h on its own. The slot's former block is in no slot from then on. A block that leaves the ring
-takes a slot of each head whose ranking wants it, chosen as select_blocks.py chooses, and of each that has an empty one;
-so block 0, which leaves first and is not ranked, takes one of each. Elsewhere it is dropped, so its host copy must be
-there by then.
+On a GPU the host blocks lie in pinned memory, which kernels read by its address over the link (unified virtual
+addressing): for blocks of 8 KB that is nearly as fast as one large copy, where a copy call for each block reaches a
+fiftieth. A first kernel looks up what there is to fetch, writes the maps, and lists the copies. A second has few
+programs, as many as fill the link, and these walk over the list; so a plan that fetches little takes little. The list's
+order is anybody's guess, and no copy depends on another.
 
 The torch reference reads host blocks that lie on the device of the pages.
 """
 
 import torch
 
-from minserve.kernels.masked_write import Valid, repeat_valid, write_repeated
-from minserve.kernels.select_blocks import FetchPlan, SlotMaps, evictable_slots
-from minserve.kernels.sparse_rows import RING, ring_column
+from minserve.kernels.lang import tl, triton
+from minserve.kernels.masked_write import repeat_valid
+from minserve.kernels.retire_block import retire_block
+from minserve.kernels.select_blocks import FetchPlan
+from minserve.kernels.slots import SlotMaps, check_slots, lanes_and_heads, take_slots
+
+__all__ = ["fetch_blocks", "retire_block"]
+
+PROGRAMS = 32
+"""Of one warp each, which copy a block at once: enough to fill the link (51 GB/s of 55 on an H200)."""
+
+TILE = 128
+"""Fetches that a program looks up at once."""
 
 
 def fetch_blocks(
@@ -34,12 +45,13 @@ def fetch_blocks(
     """Carries the plan out: writes pages of slots and all three maps.
 
     plan, maps, lanes, step: as in `select_blocks`
-    host: [host_blocks, layers, kv_heads, 2 (K, V), 16, head_dim], of the pages' dtype; layer: the one that kv is of
+    host: [host_blocks, layers, kv_heads, 2 (K, V), 16, head_dim], of the pages' dtype, in pinned memory or on their
+        device; layer: the one that kv is of
     host_table: [num_lanes, max_blocks] int32, the host block of each block, -1: none. What has none is not fetched
     kv: [pages, kv_heads, 2, 16, head_dim], one layer's; page_table: [num_lanes, columns] int32. All contiguous.
     """
     entries, kv_heads, _ = plan.blocks.shape
-    _check(maps, lanes, step, kv, page_table)
+    check_slots(maps, lanes, step, kv, page_table)
     assert lanes.shape == (entries,), (lanes.shape, plan.blocks.shape)
     assert plan.blocks.shape == plan.slots.shape, (plan.blocks.shape, plan.slots.shape)
     assert kv_heads == kv.shape[1], (plan.blocks.shape, kv.shape)
@@ -47,8 +59,9 @@ def fetch_blocks(
     assert 0 <= layer < host.shape[1], (layer, host.shape)
     num_lanes, _, max_blocks = maps.block_slot.shape
     assert (host_table.shape, host_table.dtype) == ((num_lanes, max_blocks), torch.int32), host_table.shape
-    assert host.is_contiguous()
-    fetch_blocks_reference(plan, maps, lanes, step, host, layer, host_table, kv, page_table)
+    assert all(each.is_contiguous() for each in (plan.blocks, plan.slots, host, host_table))
+    run = fetch_blocks_triton if kv.is_cuda else fetch_blocks_reference
+    run(plan, maps, lanes, step, host, layer, host_table, kv, page_table)
 
 
 def fetch_blocks_reference(
@@ -65,108 +78,111 @@ def fetch_blocks_reference(
     if plan.blocks.numel() == 0:
         return
     num_layers, kv_heads = host.shape[1:3]
-    lane, head = (each.expand(plan.blocks.shape).flatten() for each in _lanes_and_heads(lanes, kv_heads, 3))
+    lane, head = (each.expand(plan.blocks.shape).flatten() for each in lanes_and_heads(lanes, kv_heads, 3))
     block, slot = (each.flatten().to(torch.int64) for each in (plan.blocks, plan.slots))
     host_block = host_table[lane, block.clamp_min(0)].to(torch.int64)
     valid = repeat_valid((block >= 0) & (host_block >= 0) & (lanes >= 0).repeat_interleave(plan.blocks[0].numel()))
 
     source = (host_block.clamp_min(0) * num_layers + layer) * kv_heads + head
     found = host.view(-1, *host.shape[3:]).index_select(0, source[valid.pick])
-    _take_slots(maps, lane, head, slot, block, valid, step, found, kv, page_table)
+    take_slots(maps, lane, head, slot, block, valid, step, found, kv, page_table)
 
 
-def retire_block(
-    retiring: torch.Tensor,
-    wanted: torch.Tensor,
-    maps: SlotMaps,
-    lanes: torch.Tensor,
-    step: torch.Tensor,
-    kv: torch.Tensor,
-    page_table: torch.Tensor,
-) -> None:
-    """Takes blocks that leave the ring into slots; comes behind the step's fetches, before the ring's page is written.
+@triton.jit(do_not_specialize=["num_fetches", "cap", "layer"])
+def _list_copies_kernel(
+    blocks,
+    slots,
+    lanes,
+    step,
+    slot_block,
+    slot_used,
+    block_slot,
+    host_table,
+    page_table,
+    copies,
+    num_copies,
+    num_fetches,
+    cap,
+    layer,
+    num_layers,
+    num_slots,
+    max_blocks,
+    columns,
+    kv_heads: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Writes the maps, and (row of host, row of kv) of each copy, rows being a head's."""
+    number = tl.program_id(0) * tile + tl.arange(0, tile)
+    block = tl.load(blocks + number, mask=number < num_fetches, other=-1)
+    head = number // cap % kv_heads
+    lane = tl.load(lanes + number // cap // kv_heads, mask=block >= 0, other=-1)
+    host_block = tl.load(host_table + lane * max_blocks + block, mask=lane >= 0, other=-1).to(tl.int64)
+    valid = host_block >= 0
 
-    retiring: [entries] int64, the block that leaves each entry's ring (Ring.retiring), -1: none; in no slot yet
-    wanted: [entries, kv_heads, blocks] bool, what the lookahead row wants, retiring blocks being ranked
-    kv: [pages, kv_heads, 2, 16, head_dim], one layer's; page_table: [num_lanes, columns] int32, columns >= K + 3
-    maps, lanes, step: as in `select_blocks`; all three maps are written. All contiguous.
-    """
-    entries, kv_heads, num_blocks = wanted.shape
-    _check(maps, lanes, step, kv, page_table)
-    assert (wanted.dtype, retiring.dtype) == (torch.bool, torch.int64), (wanted.dtype, retiring.dtype)
-    assert retiring.shape == lanes.shape == (entries,), (retiring.shape, lanes.shape, wanted.shape)
-    assert (kv_heads, num_blocks <= maps.block_slot.shape[2]) == (kv.shape[1], True), (wanted.shape, kv.shape)
-    retire_block_reference(retiring, wanted, maps, lanes, step, kv, page_table)
-
-
-def retire_block_reference(
-    retiring: torch.Tensor,
-    wanted: torch.Tensor,
-    maps: SlotMaps,
-    lanes: torch.Tensor,
-    step: torch.Tensor,
-    kv: torch.Tensor,
-    page_table: torch.Tensor,
-) -> None:
-    entries, kv_heads, _ = wanted.shape
-    if entries == 0:
-        return
-    lane, head = _lanes_and_heads(lanes, kv_heads, 2)
-    block = retiring.clamp_min(0)[:, None].expand(-1, kv_heads)
-    slot_block = maps.slot_block[lane[:, 0]]
-    slots, num_evictable = evictable_slots(slot_block, maps.slot_used[lane[:, 0]], wanted)
-    is_taken = wanted.gather(2, block[..., None])[..., 0] | (slot_block < 0).any(dim=2)
-    is_taken &= (num_evictable > 0) & ((retiring >= 0) & (lanes >= 0))[:, None]
-
-    valid = repeat_valid(is_taken.flatten())
-    page = page_table[lane, ring_column(block, slot_block.shape[2])].to(torch.int64)
-    found = kv.view(-1, *kv.shape[2:]).index_select(0, (page * kv_heads + head).flatten()[valid.pick])
-    lane, head = (each.expand(block.shape).flatten() for each in (lane, head))
-    _take_slots(maps, lane, head, slots[..., 0].flatten(), block.flatten(), valid, step, found, kv, page_table)
-
-
-def _take_slots(
-    maps: SlotMaps,
-    lane: torch.Tensor,
-    head: torch.Tensor,
-    slot: torch.Tensor,
-    block: torch.Tensor,
-    valid: Valid,
-    step: torch.Tensor,
-    content: torch.Tensor,
-    kv: torch.Tensor,
-    page_table: torch.Tensor,
-) -> None:
-    """Puts blocks into slots. lane, head, slot, block: [n] int64, those of what is valid within bounds; content:
-    [n, 2, 16, head_dim], in the order of valid.pick."""
-    (_, kv_heads, num_slots), max_blocks = maps.slot_block.shape, maps.block_slot.shape[2]
-    lane, head, slot, block = (each[valid.pick].clamp_min(0) for each in (lane, head, slot, block))
+    slot = tl.load(slots + number, mask=valid, other=0)
     slot_at = (lane * kv_heads + head) * num_slots + slot
     block_at = (lane * kv_heads + head) * max_blocks
-    slot_block, slot_used, block_slot = (table.view(-1) for table in maps)
+    evicted = tl.load(slot_block + slot_at, mask=valid, other=-1)
+    # No block that is evicted is fetched in the same plan: one is not wanted, the other is.
+    tl.store(block_slot + block_at + evicted, -1, mask=valid & (evicted >= 0))
+    tl.store(block_slot + block_at + block, slot, mask=valid)
+    tl.store(slot_block + slot_at, block, mask=valid)
+    tl.store(slot_used + slot_at, tl.zeros_like(slot) + tl.load(step), mask=valid)
 
-    evicted = slot_block[slot_at].to(torch.int64)
-    # An empty slot evicts nobody; the entry that is cleared in its stead is written right after.
-    write_repeated(block_slot, block_at + torch.where(evicted >= 0, evicted, block), -1, valid.some)
-    write_repeated(block_slot, block_at + block, slot.to(torch.int32), valid.some)
-    write_repeated(slot_block, slot_at, block.to(torch.int32), valid.some)
-    write_repeated(slot_used, slot_at, step, valid.some)
-    page = page_table[lane, slot].to(torch.int64)
-    write_repeated(kv.view(-1, *kv.shape[2:]), page * kv_heads + head, content, valid.some)
-
-
-def _lanes_and_heads(lanes: torch.Tensor, kv_heads: int, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lanes, 0 for padding, along the first of so many dimensions, and heads along the second."""
-    rest = [1] * (dims - 2)
-    return lanes.clamp_min(0).view(-1, 1, *rest), torch.arange(kv_heads, device=lanes.device).view(1, -1, *rest)
+    page = tl.load(page_table + lane * columns + slot, mask=valid, other=0).to(tl.int64)
+    count = tl.sum(valid.to(tl.int32), 0)
+    if count > 0:
+        place = tl.atomic_add(num_copies, count) + tl.cumsum(valid.to(tl.int32), 0) - 1
+        tl.store(copies + 2 * place, (host_block * num_layers + layer) * kv_heads + head, mask=valid)
+        tl.store(copies + 2 * place + 1, page * kv_heads + head, mask=valid)
 
 
-def _check(maps: SlotMaps, lanes: torch.Tensor, step: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor) -> None:
-    num_lanes, kv_heads, num_slots = maps.slot_block.shape
-    maps.check(kv_heads)
-    assert (kv.dim(), kv.shape[1], kv.shape[2]) == (5, kv_heads, 2), (kv.shape, maps.slot_block.shape)
-    assert page_table.shape[0] == num_lanes, (page_table.shape, maps.slot_block.shape)
-    assert page_table.shape[1] >= num_slots + RING, (page_table.shape, num_slots)
-    assert (page_table.dtype, lanes.dtype) == (torch.int32, torch.int64), (page_table.dtype, lanes.dtype)
-    assert (step.shape, step.dtype) == ((1,), torch.int32), (step.shape, step.dtype)
-    assert all(tensor.is_contiguous() for tensor in (kv, page_table, lanes))
+@triton.jit
+def _copy_kernel(copies, num_copies, host, kv, size: tl.constexpr, width: tl.constexpr):
+    """size: of one head's K and V of a block; width: rounded up to a power of two."""
+    offset = tl.arange(0, width)
+    for number in range(tl.program_id(0), tl.load(num_copies), tl.num_programs(0)):
+        source = tl.load(copies + 2 * number)
+        target = tl.load(copies + 2 * number + 1)
+        content = tl.load(host + source * size + offset, mask=offset < size)
+        tl.store(kv + target * size + offset, content, mask=offset < size)
+
+
+def fetch_blocks_triton(
+    plan: FetchPlan,
+    maps: SlotMaps,
+    lanes: torch.Tensor,
+    step: torch.Tensor,
+    host: torch.Tensor,
+    layer: int,
+    host_table: torch.Tensor,
+    kv: torch.Tensor,
+    page_table: torch.Tensor,
+) -> None:
+    num_fetches = plan.blocks.numel()
+    copies, num_copies = lanes.new_empty(num_fetches, 2), lanes.new_zeros(1, dtype=torch.int32)
+    _list_copies_kernel[(triton.cdiv(num_fetches, TILE),)](
+        plan.blocks,
+        plan.slots,
+        lanes,
+        step,
+        *maps,
+        host_table,
+        page_table,
+        copies,
+        num_copies,
+        num_fetches,
+        plan.blocks.shape[2],
+        layer,
+        host.shape[1],
+        maps.slot_block.shape[2],
+        host_table.shape[1],
+        page_table.shape[1],
+        kv.shape[1],
+        TILE,
+        num_warps=4,
+    )
+    size = kv[0, 0].numel()
+    _copy_kernel[(min(PROGRAMS, num_fetches),)](
+        copies, num_copies, host, kv, size, triton.next_power_of_2(size), num_warps=1
+    )

@@ -4,48 +4,38 @@ Of a (lane, KV head), with `wanted` the blocks that the lookahead row's ranking 
 
     hits       = wanted, and in a slot
     misses     = wanted, and neither in a slot nor in the ring
-    evictable  = slots: the empty ones first, by number; then those whose block is not wanted, the longest unselected
-                 first, then by number. Block 0's never
+    evictable  = slots that may be taken, in the order of slots.py
     candidates = the best misses by score, then by lower block: at most C, and at most as many as there are evictable
     admitted   = of all candidates of the lane in this layer the best by score, then by head, then by block: as many as
                  its allowance
 
-The i-th admitted of a head goes into its i-th evictable slot. A head's share of the allowance follows from scores
-alone: whoever computes it, in whatever order, gets the same. What is not admitted is cut: what the slots hold serves in
-its place, and the block competes again in the next step.
+The admitted of a head, in the order of blocks, go into as many of its evictable slots, the first of these, in the order
+of their numbers. A head's share of the allowance follows from scores alone: whoever computes it, in whatever order,
+gets the same. What is not admitted is cut: what the slots hold serves in its place, and the block competes again in the
+next step.
 
-The ring is that of this step's rows, so a block that leaves it now is no miss here: `retire_block` (fetch_blocks.py)
+The ring is that of this step's rows, so a block that leaves it now is no miss here: `retire_block` (retire_block.py)
 takes care of it, after the fetches.
+
+On the device all three choices are the same one, "the n best of a row" (keep_best.py), of misses, of an entry's
+candidates, and of slots. One kernel finds each head's candidates; in a second, each head finds the allowance's share
+again out of all candidates of its entry.
 """
 
 from typing import NamedTuple
 
 import torch
 
+from minserve.kernels.keep_best import keep_best, order_of_floats, row_shape
+from minserve.kernels.lang import tl, triton
 from minserve.kernels.masked_write import write_where
+from minserve.kernels.slots import SlotMaps, are_wanted, evictable_slots, eviction_order
 
-
-class SlotMaps(NamedTuple):
-    """Which block each slot holds, one layer's, for every lane and KV head on its own. The first and last are inverse.
-
-    slot_block: [num_lanes, kv_heads, slots] int32, -1: empty. A filled slot is never emptied
-    slot_used: [num_lanes, kv_heads, slots] int32, the step that last wanted the slot's block
-    block_slot: [num_lanes, kv_heads, max_blocks] int32, -1: in no slot
-    """
-
-    slot_block: torch.Tensor
-    slot_used: torch.Tensor
-    block_slot: torch.Tensor
-
-    def check(self, kv_heads: int) -> None:
-        num_lanes, _, num_slots = self.slot_block.shape
-        assert self.slot_block.shape == self.slot_used.shape == (num_lanes, kv_heads, num_slots)
-        assert self.block_slot.shape[:2] == (num_lanes, kv_heads), self.block_slot.shape
-        assert all(table.dtype == torch.int32 and table.is_contiguous() for table in self)
+__all__ = ["FetchPlan", "SlotMaps", "select_blocks"]
 
 
 class FetchPlan(NamedTuple):
-    """blocks, slots: [entries, kv_heads, C] int32, a head's fetches one after the other, and -1 behind them.
+    """blocks, slots: [entries, kv_heads, C] int32, a head's fetches by block, and -1 behind them.
 
     counters: [entries, kv_heads, 4] int32:
         hits, misses; cut: misses that are not fetched
@@ -74,7 +64,8 @@ def select_blocks(
     """Plans, and notes the step in maps.slot_used for slots whose block is wanted. The other maps stay as they are.
 
     wanted, scores, normal_wanted: [entries, kv_heads, blocks], from `wanted_blocks` of the lookahead row, what it was
-        given (float32), and the same of the normal row; blocks <= max_blocks, and any that a slot holds is among them
+        given (float32), and the same of the normal row; blocks <= max_blocks, and any that a slot holds is among them.
+        Rows of one tensor: an entry's heads are contiguous
     lanes: [entries] int64, no lane twice, -1: padding; sparse: [num_lanes] bool, others than sparse lanes do nothing
     ring_start: [entries] int64, the first block in the ring of this step's rows
     allowance: [num_lanes] int32, how many blocks the lane may fetch in this layer, over all heads; not negative. It is
@@ -89,16 +80,15 @@ def select_blocks(
     assert (wanted.dtype, normal_wanted.dtype) == (torch.bool, torch.bool), (wanted.dtype, normal_wanted.dtype)
     assert scores.dtype == torch.float32, scores.dtype
     assert num_blocks <= max_blocks, (num_blocks, max_blocks)
+    assert all(each[:1].is_contiguous() for each in (wanted, scores, normal_wanted))
     assert lanes.shape == ring_start.shape == (entries,), (lanes.shape, ring_start.shape, wanted.shape)
     assert lanes.dtype == ring_start.dtype == torch.int64, (lanes.dtype, ring_start.dtype)
     assert (sparse.shape, sparse.dtype) == ((num_lanes,), torch.bool), (sparse.shape, sparse.dtype)
     assert (allowance.shape, allowance.dtype) == ((num_lanes,), torch.int32), (allowance.shape, allowance.dtype)
-    assert (step.shape, step.dtype) == ((1,), torch.int32), (step.shape, step.dtype)
-    assert cap >= 0, cap
+    assert (step.shape, step.dtype, cap >= 0) == ((1,), torch.int32, True), (step.shape, step.dtype, cap)
     assert caps is None or (caps.shape, caps.dtype) == (lanes.shape, torch.int64), (caps, lanes.shape)
-    return select_blocks_reference(
-        wanted, scores, normal_wanted, maps, lanes, sparse, ring_start, allowance, step, cap, caps
-    )
+    run = select_blocks_triton if wanted.is_cuda else select_blocks_reference
+    return run(wanted, scores, normal_wanted, maps, lanes, sparse, ring_start, allowance, step, cap, caps)
 
 
 def select_blocks_reference(
@@ -131,33 +121,13 @@ def select_blocks_reference(
     if caps is not None:
         is_candidate &= (place < caps[:, None])[:, None, :]
     admitted = _within_allowance(torch.where(is_candidate, best, -torch.inf), allowance[lane])
-    slots = torch.where(admitted, _first(slots, cap), -1)
 
-    used = torch.where(_of_slots(slot_block, wanted), step, slot_used)
+    used = torch.where(are_wanted(slot_block, wanted), step, slot_used)
     write_where(maps.slot_used, lanes, used, takes_part)
     num_misses = misses.sum(dim=-1)
     counters = (hits.sum(dim=-1), num_misses, num_misses - admitted.sum(dim=-1), (normal_wanted & may_miss).sum(dim=-1))
-    return FetchPlan(
-        torch.where(admitted, blocks, -1).to(torch.int32),
-        slots.to(torch.int32),
-        torch.stack(counters, dim=-1).to(torch.int32),
-    )
-
-
-def evictable_slots(
-    slot_block: torch.Tensor, slot_used: torch.Tensor, wanted: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(all slots, evictable ones first and in the order in which they are taken [..., slots] int64, how many of them
-    may be taken [...]). slot_block, slot_used: [..., slots] int32; wanted: [..., blocks] bool."""
-    empty, last = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-    kept = _of_slots(slot_block, wanted) | (slot_block == 0)
-    order = torch.where(kept, last, slot_used.to(torch.int64)).masked_fill(slot_block < 0, empty)
-    return order.sort(dim=-1, stable=True).indices, (~kept).sum(dim=-1)
-
-
-def _of_slots(slot_block: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Whether each slot's block is wanted."""
-    return wanted.gather(-1, slot_block.clamp_min(0).to(torch.int64)) & (slot_block >= 0)
+    blocks, slots = _sorted(blocks, admitted), _sorted(_first(slots, cap), admitted)
+    return FetchPlan(blocks, slots, torch.stack(counters, dim=-1).to(torch.int32))
 
 
 def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,9 +144,207 @@ def _first(indices: torch.Tensor, count: int) -> torch.Tensor:
     return torch.nn.functional.pad(indices[..., :count], (0, missing), value=-1)
 
 
+def _sorted(numbers: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The valid ones of each row in order, and -1 behind them, int32."""
+    last = torch.iinfo(torch.int64).max
+    ordered = torch.where(valid, numbers, last).sort(dim=-1).values
+    return torch.where(ordered < last, ordered, -1).to(torch.int32)
+
+
 def _within_allowance(scores: torch.Tensor, allowance: torch.Tensor) -> torch.Tensor:
     """Which are among the best of their entry's: [entries, kv_heads, C] bool. -inf never is. allowance: [entries]."""
     flat = scores.flatten(1)
     order = flat.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(flat.shape[1], device=flat.device).expand_as(order))
     return ((rank < allowance[:, None]) & (flat > -torch.inf)).view(scores.shape)
+
+
+@triton.jit
+def _store_numbers(out, numbers, chosen, count, cap, cap_width: tl.constexpr):
+    """The chosen numbers one after the other, `count` of them, and -1 behind them, up to cap. Returns their places."""
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(out + place, numbers, mask=chosen)
+    rest = tl.arange(0, cap_width)
+    tl.store(out + rest, -1, mask=(rest >= count) & (rest < cap))
+    return place
+
+
+@triton.jit(do_not_specialize=["cap"])
+def _find_candidates_kernel(
+    wanted,
+    scores,
+    normal_wanted,
+    slot_block,
+    slot_used,
+    block_slot,
+    lanes,
+    sparse,
+    ring_start,
+    step,
+    caps,
+    candidates,
+    candidate_scores,
+    counters,
+    wanted_stride,
+    scores_stride,
+    normal_stride,
+    num_blocks,
+    max_blocks,
+    num_slots,
+    cap,
+    kv_heads: tl.constexpr,
+    slot_width: tl.constexpr,
+    cap_width: tl.constexpr,
+    has_caps: tl.constexpr,
+    width: tl.constexpr,
+):
+    """One program for one KV head of an entry. Strides: from one entry to the next. Widths: the number of slots, cap,
+    and num_blocks, rounded up to powers of two."""
+    entry = (tl.program_id(0) // kv_heads).to(tl.int64)
+    head = tl.program_id(0) % kv_heads
+    row = entry * kv_heads + head
+    lane = tl.load(lanes + entry)
+    takes_part = tl.load(sparse + lane, mask=lane >= 0, other=0) != 0
+    # Nobody's slots and blocks are looked at for an entry that does not take part.
+    end = tl.where(takes_part, tl.minimum(tl.load(ring_start + entry), num_blocks), 0)
+    num_slots = tl.where(takes_part, num_slots, 0)
+    lane_head = tl.maximum(lane, 0) * kv_heads + head
+    wanted += entry * wanted_stride + head * num_blocks
+
+    slot = tl.arange(0, slot_width)
+    slot_used += lane_head * num_slots
+    _, may_go, keep = eviction_order(slot_block + lane_head * num_slots, slot_used, wanted, num_blocks, slot, num_slots)
+    tl.store(slot_used + slot, tl.zeros_like(slot) + tl.load(step), mask=keep)
+
+    block = tl.arange(0, width)
+    inside = block < end
+    is_wanted = tl.load(wanted + block, mask=inside, other=0) != 0
+    absent = inside & (tl.load(block_slot + lane_head * max_blocks + block, mask=inside, other=0) < 0)
+    normal_wanted += entry * normal_stride + head * num_blocks
+    surprise = absent & (tl.load(normal_wanted + block, mask=inside, other=0) != 0)
+    missed = absent & is_wanted
+    num_missed = tl.sum(missed.to(tl.int32), 0)
+    tl.store(counters + row * 4, tl.sum((is_wanted & ~absent).to(tl.int32), 0))
+    tl.store(counters + row * 4 + 1, num_missed)
+    tl.store(counters + row * 4 + 3, tl.sum(surprise.to(tl.int32), 0))
+
+    score = tl.load(scores + entry * scores_stride + head * num_blocks + block, mask=missed, other=0.0)
+    limit = tl.minimum(tl.sum(may_go.to(tl.int32), 0), cap)
+    if has_caps:
+        limit = tl.minimum(limit, tl.load(caps + entry).to(tl.int32))
+    best = keep_best(order_of_floats(score), missed, limit)
+    place = _store_numbers(candidates + row * cap, block, best, tl.minimum(num_missed, limit), cap, cap_width)
+    tl.store(candidate_scores + row * cap + place, score, mask=best)
+
+
+@triton.jit(do_not_specialize=["cap"])
+def _admit_kernel(
+    wanted,
+    slot_block,
+    slot_used,
+    lanes,
+    allowance,
+    candidates,
+    candidate_scores,
+    blocks,
+    slots,
+    counters,
+    wanted_stride,
+    num_blocks,
+    num_slots,
+    cap,
+    kv_heads: tl.constexpr,
+    slot_width: tl.constexpr,
+    cap_width: tl.constexpr,
+    width: tl.constexpr,
+):
+    """One program for one KV head of an entry. width: kv_heads, rounded up to a power of two, times cap_width."""
+    entry = (tl.program_id(0) // kv_heads).to(tl.int64)
+    head = tl.program_id(0) % kv_heads
+    row = entry * kv_heads + head
+    lane = tl.maximum(tl.load(lanes + entry), 0)
+
+    number = tl.arange(0, width)
+    inside = (number // cap_width < kv_heads) & (number % cap_width < cap)
+    source = entry * kv_heads * cap + number // cap_width * cap + number % cap_width
+    block = tl.load(candidates + source, mask=inside, other=-1)
+    score = tl.load(candidate_scores + source, mask=block >= 0, other=0.0)
+    admitted = keep_best(order_of_floats(score), block >= 0, tl.load(allowance + lane)) & (number // cap_width == head)
+    num_admitted = tl.sum(admitted.to(tl.int32), 0)
+    _store_numbers(blocks + row * cap, block, admitted, num_admitted, cap, cap_width)
+    tl.store(counters + row * 4 + 2, tl.load(counters + row * 4 + 1) - num_admitted)
+
+    slot = tl.arange(0, slot_width)
+    own = (lane * kv_heads + head) * num_slots
+    wanted += entry * wanted_stride + head * num_blocks
+    order, may_go, _ = eviction_order(slot_block + own, slot_used + own, wanted, num_blocks, slot, num_slots)
+    _store_numbers(slots + row * cap, slot, keep_best(order, may_go, num_admitted), num_admitted, cap, cap_width)
+
+
+def select_blocks_triton(
+    wanted: torch.Tensor,
+    scores: torch.Tensor,
+    normal_wanted: torch.Tensor,
+    maps: SlotMaps,
+    lanes: torch.Tensor,
+    sparse: torch.Tensor,
+    ring_start: torch.Tensor,
+    allowance: torch.Tensor,
+    step: torch.Tensor,
+    cap: int,
+    caps: torch.Tensor | None = None,
+) -> FetchPlan:
+    entries, kv_heads, num_blocks = wanted.shape
+    num_slots = maps.slot_block.shape[2]
+    blocks, slots, candidates = (lanes.new_empty(entries, kv_heads, cap, dtype=torch.int32) for _ in range(3))
+    candidate_scores = scores.new_empty(entries, kv_heads, cap)
+    counters = lanes.new_empty(entries, kv_heads, 4, dtype=torch.int32)
+    slot_width, cap_width = (triton.next_power_of_2(max(size, 1)) for size in (num_slots, cap))
+    is_wanted = wanted.view(torch.uint8)
+    _find_candidates_kernel[(entries * kv_heads,)](
+        is_wanted,
+        scores,
+        normal_wanted.view(torch.uint8),
+        *maps,
+        lanes,
+        sparse.view(torch.uint8),
+        ring_start,
+        step,
+        ring_start if caps is None else caps,
+        candidates,
+        candidate_scores,
+        counters,
+        wanted.stride(0),
+        scores.stride(0),
+        normal_wanted.stride(0),
+        num_blocks,
+        maps.block_slot.shape[2],
+        num_slots,
+        cap,
+        kv_heads,
+        slot_width,
+        cap_width,
+        caps is not None,
+        **row_shape(num_blocks),
+    )
+    _admit_kernel[(entries * kv_heads,)](
+        is_wanted,
+        maps.slot_block,
+        maps.slot_used,
+        lanes,
+        allowance,
+        candidates,
+        candidate_scores,
+        blocks,
+        slots,
+        counters,
+        wanted.stride(0),
+        num_blocks,
+        num_slots,
+        cap,
+        kv_heads,
+        slot_width,
+        cap_width,
+        **row_shape(triton.next_power_of_2(kv_heads) * cap_width),
+    )
+    return FetchPlan(blocks, slots, counters)

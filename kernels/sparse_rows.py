@@ -33,10 +33,14 @@ from typing import NamedTuple
 
 import torch
 
+from minserve.kernels.lang import tl, triton
 from minserve.kernels.masked_write import write_where
 
 RING = 3
 """Local pages."""
+
+WIDTH = 512
+"""Entries, or columns of a page table, that a program takes."""
 
 
 def ring_column(block: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -71,7 +75,9 @@ def advance_ring(
     assert num_tokens.shape == ring_start.shape == sparse.shape, (num_tokens.shape, ring_start.shape, sparse.shape)
     assert num_tokens.dtype == ring_start.dtype == lanes.dtype == torch.int64
     assert sparse.dtype == torch.bool, sparse.dtype
-    return advance_ring_reference(num_tokens, ring_start, sparse, lanes, block_size)
+    assert all(tensor.is_contiguous() for tensor in (num_tokens, ring_start, sparse, lanes))
+    run = advance_ring_triton if lanes.is_cuda else advance_ring_reference
+    return run(num_tokens, ring_start, sparse, lanes, block_size)
 
 
 def advance_ring_reference(
@@ -86,6 +92,46 @@ def advance_ring_reference(
     write_where(ring_start, lanes, next_start, takes_part)
     retiring = torch.where(takes_part & (next_start > start), start, -1)
     return Ring(torch.where(takes_part, start, 0), torch.where(takes_part, next_start, 0), retiring)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _advance_ring_kernel(
+    num_tokens,
+    ring_starts,
+    sparse,
+    lanes,
+    starts,
+    next_starts,
+    retiring,
+    entries,
+    block_size: tl.constexpr,
+    width: tl.constexpr,
+):
+    entry = tl.program_id(0) * width + tl.arange(0, width)
+    inside = entry < entries
+    lane = tl.load(lanes + entry, mask=inside, other=-1)
+    takes_part = tl.load(sparse + lane, mask=lane >= 0, other=0) != 0
+    start = tl.load(ring_starts + lane, mask=takes_part, other=0)
+    tokens = tl.load(num_tokens + lane, mask=takes_part, other=1)
+    # Division rounds towards 0, not down; but below 0 it does not matter, as start is not.
+    wanted = (tokens - 1) // block_size - 1
+    next_start = tl.minimum(tl.maximum(wanted, start), start + 1)
+    next_start = tl.where(takes_part, next_start, 0)
+    tl.store(ring_starts + lane, next_start, mask=takes_part)
+    tl.store(starts + entry, start, mask=inside)
+    tl.store(next_starts + entry, next_start, mask=inside)
+    tl.store(retiring + entry, tl.where(next_start > start, start, -1), mask=inside)
+
+
+def advance_ring_triton(
+    num_tokens: torch.Tensor, ring_start: torch.Tensor, sparse: torch.Tensor, lanes: torch.Tensor, block_size: int
+) -> Ring:
+    ring = Ring(*(torch.empty_like(lanes) for _ in range(3)))
+    (entries,) = lanes.shape
+    _advance_ring_kernel[(triton.cdiv(entries, WIDTH),)](
+        num_tokens, ring_start, sparse.view(torch.uint8), lanes, *ring, entries, block_size, WIDTH, num_warps=4
+    )
+    return ring
 
 
 class SparseRows(NamedTuple):
@@ -126,7 +172,9 @@ def sparse_rows(
     assert all(tensor.dtype == torch.int64 for tensor in (lengths, places, lanes, start))
     assert (page_table.dtype, sparse.dtype) == (torch.int32, torch.bool), (page_table.dtype, sparse.dtype)
     assert 1 <= num_slots <= columns - RING, (num_slots, columns)
-    return sparse_rows_reference(lengths, places, page_table, sparse, lanes, start, num_slots, block_size)
+    assert all(tensor.is_contiguous() for tensor in (lengths, places, page_table, sparse, lanes, start))
+    run = sparse_rows_triton if lanes.is_cuda else sparse_rows_reference
+    return run(lengths, places, page_table, sparse, lanes, start, num_slots, block_size)
 
 
 def sparse_rows_reference(
@@ -157,6 +205,91 @@ def sparse_rows_reference(
         torch.where(is_sparse, shorter, length).flatten(),
         torch.where(is_sparse, own_place, places.view(length.shape)).flatten(),
     )
+
+
+@triton.jit(do_not_specialize=["num_slots", "rows"])
+def _sparse_rows_kernel(
+    lengths,
+    places,
+    page_table,
+    sparse,
+    lanes,
+    starts,
+    out_table,
+    out_entries,
+    out_lengths,
+    out_places,
+    num_slots,
+    columns,
+    rows,
+    ring: tl.constexpr,
+    block_size: tl.constexpr,
+    row_width: tl.constexpr,
+    width: tl.constexpr,
+):
+    """One program for some columns of an entry's table; the first also for its rows, row_width of them at most."""
+    entry = tl.program_id(0).to(tl.int64)
+    lane = tl.load(lanes + entry)
+    is_sparse = tl.load(sparse + lane, mask=lane >= 0, other=0) != 0
+    start = tl.load(starts + entry)
+    filled = tl.minimum(start, num_slots)
+    table = page_table + tl.maximum(lane, 0) * columns
+    column = tl.program_id(1) * width + tl.arange(0, width)
+    turned = num_slots + (start + tl.maximum(column - filled, 0)) % ring
+    seen = tl.where(is_sparse & (column >= filled), turned, column)
+    page = tl.load(table + seen, mask=column < columns, other=0)
+    tl.store(out_table + entry * columns + column, page, mask=column < columns)
+
+    if tl.program_id(1) == 0:
+        tl.store(out_entries + entry, tl.where(lane >= 0, entry, -1))
+        row = entry * rows + tl.arange(0, row_width)
+        inside = tl.arange(0, row_width) < rows
+        length = tl.load(lengths + row, mask=inside, other=0)
+        shorter = tl.maximum(length - block_size * (start - filled), 0)
+        tl.store(out_lengths + row, tl.where(is_sparse, shorter, length), mask=inside)
+        place = tl.load(places + row, mask=inside, other=-1)
+        position = tl.maximum(length - 1, 0)
+        stored = tl.where(is_sparse, place, -1) >= 0
+        own = tl.load(table + num_slots + position // block_size % ring, mask=stored, other=0).to(tl.int64)
+        tl.store(out_places + row, tl.where(stored, own * block_size + position % block_size, place), mask=inside)
+
+
+def sparse_rows_triton(
+    lengths: torch.Tensor,
+    places: torch.Tensor,
+    page_table: torch.Tensor,
+    sparse: torch.Tensor,
+    lanes: torch.Tensor,
+    start: torch.Tensor,
+    num_slots: int,
+    block_size: int,
+) -> SparseRows:
+    (entries,), (_, columns) = lanes.shape, page_table.shape
+    rows = len(lengths) // max(entries, 1)
+    out = SparseRows(
+        page_table.new_empty(entries, columns),
+        torch.empty_like(lanes),
+        torch.empty_like(lengths),
+        torch.empty_like(places),
+    )
+    _sparse_rows_kernel[(entries, triton.cdiv(columns, WIDTH))](
+        lengths,
+        places,
+        page_table,
+        sparse.view(torch.uint8),
+        lanes,
+        start,
+        *out,
+        num_slots,
+        columns,
+        rows,
+        RING,
+        block_size,
+        max(triton.next_power_of_2(rows), 1),
+        WIDTH,
+        num_warps=4,
+    )
+    return out
 
 
 def sparse_attention_reference(

@@ -99,6 +99,7 @@ def server_config_of(args: argparse.Namespace, name: str, model_folder: Path) ->
         max_requests_per_key=args.max_requests_per_key,
         max_connections=args.max_connections,
         max_request_bytes=args.max_request_bytes,
+        page=args.page,
         allowed_origins=tuple(chain.from_iterable(args.allowed_origins)),
         shutdown_timeout_s=args.shutdown_timeout,
     )

@@ -149,6 +149,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests_per_key: requests that one API key may have running or waiting; more are refused with 429.
     max_connections: clients that may be connected; one more is told 503 and cut off.
     max_request_bytes: a longer body is refused with 413. None: as the context is long, at least 4 MiB.
+    page: whether there is a page for people at /.
     allowed_origins: whose pages browsers may show our answers, "*": anybody's.
     shutdown_timeout_s: how long SIGTERM lets running requests finish.
     """
@@ -162,5 +163,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests_per_key: int | None = None
     max_connections: int = 4096
     max_request_bytes: int | None = None
+    page: bool = True
     allowed_origins: tuple[str, ...] = ()
     shutdown_timeout_s: float = 30.0

@@ -185,6 +185,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         metavar="ORIGIN",
         help="whose web pages may call (CORS; default none, * all)",
     )
+    add("--no-page", dest="page", action="store_false", help="nothing for people at / (default: a page)")
     add(
         "--engine-timeout",
         type=number(float, 2),

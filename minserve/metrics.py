@@ -52,13 +52,18 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
 
 
 class Metrics:
-    """The metrics of one server. model_name labels every series, as in vLLM."""
+    """The metrics of one server. model_name labels every series, as in vLLM.
+
+    num_first_tokens, first_tokens_s: how many there were, and the sum of the times that they took.
+    """
 
     def __init__(
         self, model_name: str, stats: Callable[[], Stats], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.registry = CollectorRegistry()
         self.clock = clock
+        self.num_first_tokens = 0
+        self.first_tokens_s = 0.0
         self.registry.register(_EngineCollector(model_name, stats))
         self.time_to_first_token_s = self._histogram(
             "vllm:time_to_first_token_seconds", "Time to the first token", TTFT_BUCKETS_S, model_name
@@ -89,6 +94,12 @@ class Metrics:
     def start(self, num_prompt_tokens: int) -> "RequestTimer":
         """Begin to time one request (one choice of it)."""
         return RequestTimer(self, num_prompt_tokens)
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token has come so long after the request."""
+        self.time_to_first_token_s.observe(seconds)
+        self.num_first_tokens += 1
+        self.first_tokens_s += seconds
 
     def ended(self, reason: str) -> None:
         """Count a request's end."""
@@ -126,7 +137,7 @@ class RequestTimer:
             return
         now = self._metrics.clock()
         if self._num_tokens == 0:
-            self._metrics.time_to_first_token_s.observe(now - self._started)
+            self._metrics.first_token(now - self._started)
         else:
             self._metrics.inter_token_s.observe((now - self._last) / num_tokens)
         self._num_tokens += num_tokens

@@ -126,6 +126,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Show the working set of a request: `Seen` comes back."""
+
+    request_id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Abort what is left, answer each request, and exit with 0."""
 
@@ -198,11 +204,34 @@ class Stats(msgspec.Struct, kw_only=True):
                 self.accepted_at[position] += 1
 
 
+class WorkingSet(msgspec.Struct, frozen=True):
+    """Which blocks of a sparse request are on the device, for each layer and KV head on its own.
+
+    held, fetched: a bit for each block, the first in the lowest bit of a byte. A row for each KV head of each layer,
+    the heads of a layer one after the other, and every row begins with a byte of its own. fetched: those of the blocks
+    held that came from host memory in the last second.
+    """
+
+    request_id: str
+    num_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    held: bytes
+    fetched: bytes
+
+
 class Outputs(msgspec.Struct, tag="outputs"):
     """What one step produced. An empty one is the heartbeat of an idle engine."""
 
     deltas: list[Delta]
     stats: Stats
+
+
+class Seen(msgspec.Struct, frozen=True, tag="seen"):
+    """The answer to a `Look`. working_set: None: the request is not sparse, or not here."""
+
+    request_id: str
+    working_set: WorkingSet | None
 
 
 class Starting(msgspec.Struct, frozen=True, tag="starting"):
@@ -241,5 +270,5 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     config: bool = False
 
 
-ToEngine = Submit | Abort | Shutdown
-FromEngine = Outputs | Starting | Ready | Fatal
+ToEngine = Submit | Abort | Look | Shutdown
+FromEngine = Outputs | Seen | Starting | Ready | Fatal

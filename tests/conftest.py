@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -12,3 +13,7 @@ sys.modules["kernels"] = None  # type: ignore[assignment]
 # Without a GPU, Triton's interpreter runs the kernels, on tensors of the CPU. It has to know before they are defined.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--pictures", type=Path, metavar="FOLDER", help="keep the pictures of the page there")

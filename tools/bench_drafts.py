@@ -1,7 +1,7 @@
 """Speed of single-stream chat with a draft head, and without, in this process and in turns.
 
-    python tools/bench_drafts.py --draft models/heads/smollm2-135m-eagle3
-    python tools/bench_drafts.py --draft HEAD --device cuda --num-draft-tokens 3 --temperature 0.7
+    python tools/bench_drafts.py
+    python tools/bench_drafts.py --model MODEL --draft HEAD --device cuda --num-draft-tokens 3 --temperature 0.7
 
 Every chat is asked alone, its prefix is not cached, and its decode rate leaves the prompt out: the time from the first
 token to the last. The rate of a side is all its tokens over all its seconds; printed are medians over the repeats. In
@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", help="folder or hub name (default: the embedded SmolLM2-135M-Instruct)")
-    add("--draft", required=True, help="folder or hub name of the head")
+    add("--draft", help="folder or hub name of the head (default: the default model's own)")
     add("--num-draft-tokens", type=int, metavar="N", help="as minserve's (default: the server chooses)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
@@ -80,6 +80,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if args.model and not args.draft:
+        raise SystemExit("--model has no head of its own: name one with --draft")
     options: dict[str, Any] = {
         "device": args.device,
         "dtype": args.dtype,
@@ -88,7 +90,7 @@ def main() -> None:
         "max_num_seqs": 1,
         "enable_prefix_caching": False,
     }
-    plain = LLM(args.model, **options)
+    plain = LLM(args.model, draft="none", **options)
     drafting = LLM(args.model, draft=args.draft, num_draft_tokens=args.num_draft_tokens, **options)
     params = SamplingParams(max_tokens=args.new_tokens, temperature=args.temperature, seed=1, ignore_eos=True)
     chats = [plain.chat_template.render([{"role": "user", "content": chat}]) for chat in CHATS]

@@ -1,6 +1,6 @@
 """How fast the kernels are on this GPU, beside its roofline and torch, at the shapes of Qwen3-8B in bfloat16.
 
-    python tools/bench_kernels.py linear attention elementwise sampling prefill
+    python tools/bench_kernels.py linear attention elementwise sampling prefill working_set
 
 Every figure is the median of several replays of a CUDA graph that holds many calls. Weights, keys and values are a GiB
 and more and are read in turns, so that the L2 never serves them; activations are in the L2 in a real step as well, and
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_working_set import bench_working_set
 from kernel_clock import BF16_TFLOP_S, DEVICE, READ_TB_S, Call, Clock, random, rate
 
 HIDDEN, MLP, VOCAB = 4096, 12288, 151936
@@ -262,6 +263,7 @@ SECTIONS: dict[str, Callable[[Clock], None]] = {
     "elementwise": bench_elementwise,
     "sampling": bench_sampling,
     "prefill": bench_prefill,
+    "working_set": bench_working_set,
 }
 
 

@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="few pages; prefixes come from host blocks")
     args = parser.parse_args()
     memory = {"kv_cache_memory": int(0.36 * GIB), "host_kv": 2 * GIB} if args.small else {"kv_cache_memory": GIB}
-    llm = LLM(args.model, max_num_seqs=4, dtype=args.dtype, **memory)
+    llm = LLM(args.model, draft="none", max_num_seqs=4, dtype=args.dtype, **memory)
     other = llm.tokenizer.encode("Something else. " * 2000, add_special_tokens=False)[:7000]
     ratios = []
     print("turn  prompt  device   host   warm s   cold s   ratio  same answer")

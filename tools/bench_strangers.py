@@ -207,7 +207,7 @@ def main() -> None:
         measure, step_s = MEASUREMENTS[name]
         run = Run(step_s)
         try:
-            asyncio.run(measure(run))
+            uvloop.run(measure(run))
         finally:
             run.process.terminate()
             run.process.wait()

@@ -26,8 +26,11 @@ memcheck() {
     accept_drafts.py::test_tokens_count_up_to_the_first_wrong_draft
     adjust_logits.py::test_every_lane_has_its_own_adjustments
     adjust_logits.py::test_tokens_are_counted_for_lanes_with_penalties_alone
+    build_digests.py::test_places_hold_the_extremes_of_keys_and_other_places_stay
     decode_attention.py::test_rows_of_one_entry_each_see_their_own_length
     decode_attention.py::test_the_number_of_splits_changes_nothing
+    fetch_blocks.py::test_a_block_that_leaves_the_ring_goes_where_it_is_wanted_or_there_is_room
+    fetch_blocks.py::test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere
     filter_logits.py::test_what_is_not_allowed_does_not_count
     fp8.py::test_the_kernel_rounds_as_the_reference_bit_by_bit
     gather_pages.py::test_every_head_has_its_own_keys
@@ -37,8 +40,13 @@ memcheck() {
     norm_rope_store.py::test_nothing_is_stored_for_padding_and_its_neighbours_do_not_notice
     rms_norm.py::test_eps_bounds_what_a_row_of_nearly_nothing_becomes
     sampling.py::test_each_row_of_an_entry_draws_by_its_lane_at_a_position_of_its_own
+    score_blocks.py::test_as_many_are_wanted_as_there_can_be_in_rows_of_any_length
+    score_blocks.py::test_scores_of_any_number_of_blocks_are_those_in_higher_precision
+    select_blocks.py::test_the_plan_of_many_blocks_and_slots_follows_too
     silu_mul.py::test_large_gates_neither_overflow_nor_vanish
+    sparse_rows.py::test_every_row_is_told_its_keys_in_an_order_and_where_its_own_goes
     step_inputs.py::test_rows_behind_a_lane_s_end_are_stored_nowhere_and_see_no_further_than_it
+    store_blocks.py::test_a_page_goes_to_its_host_block_and_padding_nowhere
   )
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 240 compute-sanitizer --tool memcheck --error-exitcode 9 \
     "${pytest[@]}" "${chosen[@]/#/tests/kernels/test_}" >"$out/memcheck.txt" 2>&1 || status=1

@@ -13,7 +13,9 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.accept_drafts import accept_drafts_triton
 from minserve.kernels.adjust_logits import Adjustments, adjust_logits_triton, count_tokens_triton
+from minserve.kernels.build_digests import build_digests_triton
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
+from minserve.kernels.fetch_blocks import fetch_blocks_triton
 from minserve.kernels.fp8 import quantize_rows_triton
 from minserve.kernels.gather_pages import gather_keys_triton
 from minserve.kernels.linear import (
@@ -27,18 +29,25 @@ from minserve.kernels.linear import (
 )
 from minserve.kernels.merge_attention import merge_attention_triton
 from minserve.kernels.norm_rope_store import norm_rope_store_triton
+from minserve.kernels.retire_block import retire_block_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import SamplingState, draw_triton
+from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks_triton, wanted_blocks_triton
+from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
+from minserve.kernels.sparse_rows import RING, advance_ring_triton, sparse_rows_triton
 from minserve.kernels.step_inputs import step_inputs_triton
+from minserve.kernels.store_blocks import store_blocks_triton
 from minserve.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 ROWS = (1, 64, 256)
 ROWS_PER_ENTRY = (1, 4)
 TILE_ROWS = 16
 """Of short chunks' attention."""
-LANES, PAGES, EPS = 256, 1024, 1e-6
+LANES, PAGES, LAYERS, EPS = 256, 1024, 36, 1e-6
 MAX_DRAFTS, DRAFT_VOCAB = 8, 32000
+SLOTS, CAPS, RANKED_BLOCKS = 128, (6, 128), 1024
+"""Of working sets: K, what one head may fetch, and blocks that a step may rank."""
 EXAMPLE_TILES = (
     Tile(8, 64, 4, 3, tensor_cores=False),
     Tile(8, 64, 4, 3, tensor_cores=False, ahead=1),
@@ -148,6 +157,36 @@ def linear_calls(work: Work) -> Iterator[Call]:
     yield functools.partial(linear_silu_mul_triton, x, weight, None, EXAMPLE_TILES[2])
 
 
+def working_set_calls(work: Work) -> Iterator[Call]:
+    """A layer's ranking, selection, fetches and retirement, and what is done once a step."""
+    model, entries = work.model, work.rows
+    kv, host = pages(work), work.floats(PAGES, LAYERS, model.kv_heads, 2, BLOCK_SIZE, model.head_dim)
+    digests = work.floats(PAGES, model.kv_heads, 2, model.head_dim)
+    lanes, of_lane = empty(entries), empty(LANES, dtype=torch.int32)
+    sparse, step = empty(LANES, dtype=torch.bool), empty(1, dtype=torch.int32)
+    table, host_table = (empty(LANES, columns, dtype=torch.int32) for columns in (SLOTS + RING, model.max_blocks))
+    sizes = (SLOTS, SLOTS, model.max_blocks)
+    maps = SlotMaps(*(empty(LANES, model.kv_heads, size, dtype=torch.int32) for size in sizes))
+    yield functools.partial(build_digests_triton, kv, digests, lanes, lanes)
+    yield functools.partial(advance_ring_triton, empty(LANES), empty(LANES), sparse, lanes, BLOCK_SIZE)
+    for per_entry in ROWS_PER_ENTRY:
+        rows = empty(entries * per_entry)
+        yield functools.partial(sparse_rows_triton, rows, rows, host_table, sparse, lanes, lanes, SLOTS, BLOCK_SIZE)
+    queries = work.floats(entries, 2, model.heads, model.head_dim)
+    yield functools.partial(score_blocks_triton, queries, digests, host_table[:, :RANKED_BLOCKS], lanes, lanes)
+    scores = empty(entries, 2, model.kv_heads, min(RANKED_BLOCKS, model.max_blocks), dtype=torch.float32)
+    yield functools.partial(wanted_blocks_triton, scores, SLOTS - 1)
+    wanted = scores.bool()
+    ranking = (wanted[:, LOOKAHEAD], scores[:, LOOKAHEAD], wanted[:, NORMAL])
+    for cap in CAPS:
+        yield functools.partial(select_blocks_triton, *ranking, maps, lanes, sparse, lanes, of_lane, step, cap)
+    plan = FetchPlan(*(empty(entries, model.kv_heads, size, dtype=torch.int32) for size in (CAPS[0], CAPS[0], 4)))
+    yield functools.partial(fetch_blocks_triton, plan, maps, lanes, step, host, 1, host_table, kv, table)
+    yield functools.partial(retire_block_triton, lanes, ranking[0], maps, lanes, step, kv, table)
+    cache = work.floats(LAYERS, PAGES, model.kv_heads, 2, BLOCK_SIZE, model.head_dim)
+    yield functools.partial(store_blocks_triton, cache, host, lanes, lanes)
+
+
 def sampling_calls(work: Work) -> Iterator[Call]:
     number, integer = empty(LANES, dtype=torch.float32), empty(LANES)
     allowed = empty(work.model.vocab, dtype=torch.bool)
@@ -199,6 +238,6 @@ def production_calls() -> Iterator[tuple[str, Call]]:
     for model in (QWEN3_8B, SMOLLM2_135M):
         for dtype in (torch.bfloat16, torch.float32):
             for rows in ROWS:
-                for calls in (elementwise_calls, attention_calls, linear_calls, sampling_calls):
+                for calls in (elementwise_calls, attention_calls, linear_calls, working_set_calls, sampling_calls):
                     for call in calls(Work(model, dtype, rows)):
                         yield f"{calls.__name__}, {model.name}, {dtype}, {rows} rows", call

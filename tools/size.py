@@ -18,7 +18,7 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 15850
+BUDGET_CODE_LINES = 20200
 """Lines of code outside tests/. A commit may raise it, and says why.
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
@@ -28,8 +28,12 @@ GPU's kernels (1300), graphs, fixed shapes and FP8 (500), and the benchmarks tha
 needs (600): room for each key, slow clients, other origins, /openapi.json. 14200: the training of draft heads (1250),
 a tenth of it the questions that a model is asked. 15600: structured output (600), half of it to say what is wrong with
 a request and to try a client's grammar where it can do no harm; the arithmetic of working sets (410); 200 had gone
-unnoticed before. 15850: what users see of sparse requests (240): flags and which of them go together, the field of
-requests, usage, metrics; and the memory that a container has left.
+unnoticed before. 18000: sparse requests (1700): the device's half, the scheduler's, and what users see of them: flags
+and which of them go together, usage, metrics; the stream of figures that people look at, and the route of the page
+(270; the page itself is no Python and not counted: a test holds it to 100 KB); /v1/responses (700), a third of it the
+shapes of its items and events; a script that tries the clients that people have (250).
+20200: the kernels of working sets for a GPU (1000); what says how good the choices of sparse requests are, question by
+question (810).
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

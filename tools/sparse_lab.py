@@ -1,6 +1,7 @@
 """One sequence on the engine's runner, without a scheduler: what is written stands in plans made by hand.
 
 Owns: pages, host blocks and plans of one lane. Used by experiments, which choose each token themselves, and by tests.
+On a GPU the host blocks are there as well, since the torch references of the kernels read them.
 """
 
 from collections.abc import Sequence
@@ -11,63 +12,144 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.engine.core import Engine
 from minserve.engine.plan import Chunk, Demotion, Fetched, LaneSetup, Sample, SparsePolicy, StepPlan, StepResult
+from minserve.kernels.accept_drafts import accept_drafts
+from minserve.kernels.sampling import draw
 from minserve.kernels.sparse_rows import RING
+from minserve.lookahead.pipeline import Lookahead, SparseStep
+from minserve.memory.lanes import Lanes
+from minserve.memory.pages import zeros
+from minserve.memory.transfer import to_device
 from minserve.memory.working_sets import WorkingSets
 from minserve.protocol import SamplingParams
+from minserve.runner.decode import Decode
+from minserve.runner.runner import Runner
 from minserve.runner.sampler import Sampler
+from minserve.spec.draft import Drafter
 
 
 class Step(NamedTuple):
-    """What a step of one lane gave. tokens: none if it has to run again."""
+    """What a step of one lane gave. tokens: none if it has to run again; drawn: what each row drew, whether it counts
+    or not; drafts: those that stood behind the lane's last token."""
 
     tokens: list[int]
     fetched: Fetched | None
+    drawn: list[int]
+    drafts: list[int]
+
+
+class Snapshot(NamedTuple):
+    """A resident lane, to return to. tables: the contents of `SparseLab._tables`."""
+
+    tables: list[torch.Tensor]
+    token_ids: list[int]
+    num_drafts: int
 
 
 class ForcedSampler(Sampler):
-    """A sampler that can be told what it draws. forced: the next token of every row, and no draft is accepted; None:
-    what the model says. logits: those of the last step, [rows, vocab] float32."""
+    """A sampler that can be told what it draws. One lane.
 
-    forced: int | None = None
+    forced: what the first rows draw, whatever the model says. logits: those of the last step, [rows, vocab] float32;
+    drawn: what its rows drew, [rows] int64.
+    """
+
+    def __init__(self, lanes: Lanes, allowed: torch.Tensor | None) -> None:
+        self._lanes, self._allowed = lanes, allowed
+        self.forced: Sequence[int] = ()
 
     def sample(
         self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, most: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.logits = logits.float()
-        if self.forced is None:
-            return super().sample(logits, lane_ids, adjusted=adjusted, most=most)
-        counts = torch.ones_like(lane_ids) if most is None else most.clamp_max(1)
-        lanes = self._lanes
-        lanes.last_token[lane_ids] = torch.where(counts > 0, self.forced, lanes.last_token[lane_ids])
-        lanes.num_tokens[lane_ids] += counts
-        return torch.full((len(lane_ids), len(logits) // len(lane_ids)), self.forced), counts
+        self.logits, lanes = logits.float(), self._lanes
+        tokens = draw(logits, lane_ids, lanes.sampling, self._allowed)
+        forced = to_device(list(self.forced[: len(tokens)]), torch.int64, tokens.device)
+        tokens[: len(forced)] = forced
+        self.drawn = tokens
+        counts = accept_drafts(tokens, lane_ids, lanes.drafts, lanes.last_token, lanes.num_tokens, most)
+        return tokens[None], counts
+
+
+class WatchedLookahead(Lookahead):
+    """Keeps the step that it made last, for whoever wants to see its ranking."""
+
+    step: SparseStep
+
+    def begin(self, lanes: torch.Tensor, lengths: torch.Tensor, places: torch.Tensor) -> SparseStep:
+        self.step = super().begin(lanes, lengths, places)
+        return self.step
+
+
+class _Memory(NamedTuple):
+    """Pages or host blocks, as `WorkingSets` looks at them."""
+
+    kv: torch.Tensor
 
 
 class SparseLab:
-    """engine: with working sets, and nobody in it. Takes its lane 0, its first pages and its first host blocks.
+    """engine: nobody is in it. Takes its lane 0, its first pages, and its first host blocks if it has working sets;
+    where it has none, or others are wanted, `use` makes them.
 
     Greedy. num_drafts: proposed in every step, and verified as the policy says while the lane is sparse.
     """
 
     def __init__(self, engine: Engine, num_drafts: int = 0, chunk: int = 512) -> None:
-        self.runner, self.lanes = engine._runner, engine._lanes
-        sets = self.runner._working_sets
-        assert sets is not None, "this engine has no working sets"
-        self.sets: WorkingSets = sets
-        old = self.runner._sampler
-        self.sampler = ForcedSampler(self.lanes, engine.info.vocab_size, ())
-        self.sampler._allowed = old._allowed
-        self.runner._sampler = self.runner._steps._sampler = self.sampler
+        self._old, self.lanes = engine._runner, engine._lanes
+        self.kv: torch.Tensor = self._old._context.kv
+        self.sampler = ForcedSampler(self.lanes, self._old._sampler._allowed)
         self.num_drafts, self._chunk = num_drafts, chunk
         self._vocab_size = engine.info.vocab_size
-        self._step = 0
+        self._step = self._proposed = 0
         self._policy: SparsePolicy | None = None
         self.token_ids: list[int] = []
         self._num_stored = self._num_copied = 0
+        self._host: torch.Tensor | None = None
+        if self._old._working_sets is not None:
+            self._run_with(self._old._working_sets, recalls=self._old._steps._lookahead._recalls)
+
+    def use(self, num_slots: int, *, recalls: bool = False) -> None:
+        """Working sets of so many slots from now on. A lane that is sparse is so no more, and is to be read again, or
+        restored."""
+        if self._host is None:
+            num_layers, num_pages, *rest = self.kv.shape
+            self._host = zeros((num_pages, num_layers, *rest), self.kv.dtype, self.kv.device.type)
+        num_heads = self._old._context.num_heads
+        sets = WorkingSets(_Memory(self.kv), _Memory(self._host), self.lanes, num_heads, num_slots)  # type: ignore[arg-type]
+        self._run_with(sets, recalls=recalls)
+
+    def _run_with(self, sets: WorkingSets, *, recalls: bool) -> None:
+        old = self._old
+        self.sets, self.lookahead = sets, WatchedLookahead(sets, recalls=recalls)
+        drafter, sampler = old._drafter, self.sampler
+        steps = Decode(old._model, old._context, self.lanes, sampler, drafter, self.lookahead)
+        self.runner = Runner(old._model, old._context, sampler, steps, steps, drafter, old._shapes, sets)
+
+    # ---- to go on twice from one place ----
+
+    def snapshot(self) -> Snapshot:
+        """Of a lane that is resident, and whose last step was a decode."""
+        assert self._policy is None, "a sparse lane has more than a snapshot holds"
+        return Snapshot([table.clone() for table in self._tables()], list(self.token_ids), self._proposed)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Resident, with the text that it had. The working sets may be others."""
+        with torch.inference_mode():
+            self.token_ids = list(snapshot.token_ids)
+            for table, saved in zip(self._tables(), snapshot.tables, strict=True):
+                table.copy_(saved)
+            self.sets.sparse.zero_()
+            self.sets.maps.slot_block.fill_(-1)
+        self._policy, self._proposed = None, min(snapshot.num_drafts, self.num_drafts)
+
+    def _tables(self) -> list[torch.Tensor]:
+        """All that a resident lane reads and later steps write."""
+        drafter = self._old._drafter
+        own = [value for value in vars(self.lanes).values() if isinstance(value, torch.Tensor)]
+        drafts = [drafter._kv.kv] if isinstance(drafter, Drafter) else []
+        num_pages = -(-len(self.token_ids) // BLOCK_SIZE)
+        return [self.kv[:, :num_pages], self.sets.queries, *own, *drafts]
 
     # ---- a resident lane ----
 
-    def read(self, token_ids: Sequence[int], max_tokens: int, forced: int | None = None) -> int:
+    def read(self, token_ids: Sequence[int], max_tokens: int, forced: Sequence[int] = ()) -> int:
         """A prompt, and the token that follows it. forced: see `ForcedSampler`."""
         self.sampler.forced = forced
         self.token_ids, self._policy, self._num_stored = list(token_ids), None, 0
@@ -139,9 +221,23 @@ class SparseLab:
 
     # ---- steps ----
 
-    def decode(self, forced: int | None = None, refill: int = 10**6) -> Step:
-        """One step. forced: see `ForcedSampler`."""
+    def decode(
+        self,
+        forced: Sequence[int] = (),
+        refill: int = 10**6,
+        saved: int | None = None,
+        drafts: Sequence[int] | None = None,
+    ) -> Step:
+        """One step. forced: see `ForcedSampler`. refill: blocks that the lane may fetch more in each layer; saved: how
+        much of that it may have at most, if not just that. drafts: in place of those that were proposed."""
         self.sampler.forced = forced
+        if drafts is not None:
+            device = self.lanes.device
+            self.lanes.set_drafts(
+                torch.zeros(1, dtype=torch.int64, device=device), list(torch.tensor([drafts]).T.to(device))
+            )
+            self._proposed = len(drafts)
+        standing = self.lanes.drafts[0, : self._proposed].tolist()
         is_sparse = self._policy is not None
         demotions = []
         if is_sparse and self._pending is not None:
@@ -155,13 +251,13 @@ class SparseLab:
             keeps_queries=True,
             demotions=demotions,
             stored=stored,
-            refills=[(0, refill, refill)] if is_sparse else (),
+            refills=[(0, refill, refill if saved is None else saved)] if is_sparse else (),
         )
         result = self._run(plan)
         tokens = list(result.token_ids[0])
         fetched = result.fetched[0] if result.fetched else None
         self.token_ids += tokens
-        return Step(tokens, fetched)
+        return Step(tokens, fetched, self.sampler.drawn.tolist(), standing)
 
     def _store(self) -> list[tuple[int, int, int]]:
         """Full blocks that have no host block yet."""

@@ -7,7 +7,7 @@ Does not know: HTTP, what the requests ask for, the engine's own queue.
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from minserve.api.auth import Caller
 from minserve.api.engine import Engine
@@ -25,7 +25,7 @@ class Admission:
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        self.draining = False
+        self._draining = asyncio.Event()
         self._engine = engine
         self._most = engine.info.max_num_seqs + config.max_num_waiting
         self._most_per_key = config.max_requests_per_key
@@ -33,6 +33,20 @@ class Admission:
         self._num_of_tenant: Counter[str] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is stopping."""
+        return self._draining.is_set()
+
+    def drain(self) -> None:
+        """Take no new work from now on."""
+        self._draining.set()
+
+    async def wait_draining(self, timeout_s: float) -> None:
+        """Returns when the server is stopping, and after the timeout."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._draining.wait(), timeout_s)
 
     @property
     def open(self) -> bool:

@@ -17,8 +17,9 @@ from minserve.api.cors import Cors
 from minserve.api.errors import error_middleware
 from minserve.api.http import Handler, Route, route_of
 from minserve.api.openapi import OPENAPI, openapi
-from minserve.api.routes import ROUTES
+from minserve.api.routes import PAGE, ROUTES
 from minserve.api.service import SERVICE, Service
+from minserve.api.stats import VIEWERS, Viewers
 
 logger = logging.getLogger("minserve.access")
 
@@ -32,7 +33,8 @@ def build_app(service: Service) -> web.Application:
     """The routes of one service and, around them, from the outside in: log, other origins, errors, keys, door."""
     config = service.config
     cors = Cors(config.allowed_origins)
-    authenticator = Authenticator(config.api_keys, frozenset(route.path for route in ROUTES if route.open))
+    routes = [route for route in ROUTES if config.page or route is not PAGE]
+    authenticator = Authenticator(config.api_keys, frozenset(route.path for route in routes if route.open))
     app = web.Application(
         middlewares=[
             _access_middleware,
@@ -44,18 +46,21 @@ def build_app(service: Service) -> web.Application:
     )
     app[SERVICE] = service
     app[BODIES] = service.bodies
-    app[OPENAPI] = openapi(ROUTES, with_keys=bool(config.api_keys))
+    app[VIEWERS] = Viewers()
+    app[OPENAPI] = openapi(routes, with_keys=bool(config.api_keys))
     app.on_response_prepare.append(_add_request_id)
     app.on_response_prepare.append(cors.add_headers)
-    app.add_routes([_route_def(route) for route in ROUTES])
+    app.add_routes([_route_def(route) for route in routes])
     return app
 
 
 def _route_def(route: Route) -> web.RouteDef:
     # A model's name may hold slashes.
     path = route.path.replace("}", ":.+}")
-    # GET brings HEAD with it.
-    return web.get(path, route.handler) if route.method == "GET" else web.post(path, route.handler)
+    if route.method == "POST":
+        return web.post(path, route.handler)
+    # GET brings HEAD with it, but of what never ends.
+    return web.get(path, route.handler, allow_head=not route.events)
 
 
 _NEEDS_ROOM = frozenset(route.path for route in ROUTES if route.needs_room)

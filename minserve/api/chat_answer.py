@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,25 +40,42 @@ from minserve.text.output import Piece
 from minserve.text.reasoning import Reasoning
 
 
-class ChatAnswer:
-    """The answer to one chat request. parsers: one for each choice."""
+class Chat(NamedTuple):
+    """What a chat comes to: texts of the engine's, and a parser for each."""
 
-    def __init__(
-        self,
-        service: Service,
-        request: ChatRequest,
-        answer_id: str,
-        model: str,
-        choices: Sequence[Choice],
-        parsers: Sequence[AnswerParser],
-    ) -> None:
+    choices: Sequence[Choice]
+    parsers: Sequence[AnswerParser]
+
+    def usage(self, *, counts_reasoning: bool) -> Usage:
+        """The token counts so far, of all choices together."""
+        prompt = self.choices[0].submit.prompt_token_ids
+        num_tokens = sum(choice.output.num_tokens for choice in self.choices)
+        first = self.choices[0].output
+        counts = usage(
+            len(prompt),
+            num_tokens,
+            first.cached_tokens,
+            first.cached_host_tokens,
+            drafts_of(self.choices),
+            sparse_of(self.choices),
+        )
+        if counts_reasoning:
+            num_reasoning = sum(parser.num_reasoning_tokens for parser in self.parsers)
+            counts.completion_tokens_details = CompletionTokensDetails(num_reasoning)
+        return counts
+
+
+class ChatAnswer:
+    """The answer to one chat request."""
+
+    def __init__(self, service: Service, request: ChatRequest, answer_id: str, model: str, chat: Chat) -> None:
         self._service = service
         self._request = request
         self._id = answer_id
         self._model = model
         self._created = int(time.time())
-        self._choices = choices
-        self._parsers = parsers
+        self._chat = chat
+        self._choices, self._parsers = chat
 
     async def chunks(self) -> AsyncGenerator[msgspec.Struct, None]:
         """The events of a streamed answer: role, what is said, and for each choice a chunk of its own that ends it."""
@@ -117,21 +135,7 @@ class ChatAnswer:
         return chunk
 
     def _usage(self) -> Usage:
-        prompt = self._choices[0].submit.prompt_token_ids
-        num_tokens = sum(choice.output.num_tokens for choice in self._choices)
-        first = self._choices[0].output
-        counts = usage(
-            len(prompt),
-            num_tokens,
-            first.cached_tokens,
-            first.cached_host_tokens,
-            drafts_of(self._choices),
-            sparse_of(self._choices),
-        )
-        if self._service.reasoning is not None:
-            num_reasoning = sum(parser.num_reasoning_tokens for parser in self._parsers)
-            counts.completion_tokens_details = CompletionTokensDetails(num_reasoning)
-        return counts
+        return self._chat.usage(counts_reasoning=self._service.reasoning is not None)
 
 
 class ChoiceStream:
@@ -160,7 +164,7 @@ class ChoiceStream:
                 return ChatDelta(reasoning=text, reasoning_content=text)
             case CallStart(name):
                 function = FunctionCallDelta("", name)
-                call = ToolCallDelta(self._num_calls, function, id=_call_id(), type="function")
+                call = ToolCallDelta(self._num_calls, function, id=new_call_id(), type="function")
                 self._num_calls += 1
                 return ChatDelta(tool_calls=[call])
             case CallArguments(text):
@@ -199,10 +203,11 @@ class MessageParts:
             message.reasoning = message.reasoning_content = reasoning
         if self._calls:
             message.tool_calls = [
-                ToolCall(_call_id(), FunctionCall(name, "".join(parts))) for name, parts in self._calls
+                ToolCall(new_call_id(), FunctionCall(name, "".join(parts))) for name, parts in self._calls
             ]
         return message
 
 
-def _call_id() -> str:
+def new_call_id() -> str:
+    """The name of a call, by which its result is sent back."""
     return f"call_{uuid.uuid4().hex}"

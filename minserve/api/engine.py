@@ -6,7 +6,7 @@ Does not know: processes, sockets, models.
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from minserve.protocol import Delta, Ready, Stats, Submit
+from minserve.protocol import Delta, Ready, Stats, Submit, WorkingSet
 
 
 class Engine(Protocol):
@@ -26,6 +26,9 @@ class Engine(Protocol):
 
     def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """The request's deltas. Closing the generator early aborts it. Raises EngineDeadError if the engine dies."""
+
+    async def working_set(self, request_id: str) -> WorkingSet | None:
+        """What the GPU holds of a request just now; None if that is all of it: if it is dense, or has ended."""
 
     async def wait_dead(self) -> str:
         """Returns, with the reason, when the engine has died by itself."""

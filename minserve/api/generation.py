@@ -8,7 +8,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from minserve.api.auth import Caller
 from minserve.api.engine import Engine
+from minserve.api.in_flight import InFlight, Text
 from minserve.errors import EngineError
 from minserve.metrics import RequestTimer
 from minserve.protocol import SparseUsage, Submit
@@ -16,16 +18,21 @@ from minserve.text.output import Output, Piece
 
 
 class Choice:
-    """One text that a request asks for."""
+    """One text that a request of the caller's asks for."""
 
-    def __init__(self, submit: Submit, output: Output, timer: RequestTimer) -> None:
+    def __init__(
+        self, submit: Submit, output: Output, timer: RequestTimer, caller: Caller, in_flight: InFlight
+    ) -> None:
         self.submit = submit
         self.output = output
         self._timer = timer
+        self._caller = caller
+        self._in_flight = in_flight
 
     async def pieces(self, engine: Engine) -> AsyncGenerator[Piece, None]:
         """The choice's pieces as they come. Closing it, or a stop string, aborts the engine's request."""
         reason = "abort"
+        self._in_flight.add(self._caller, Text(self.submit, self.output))
         try:
             async with aclosing(engine.generate(self.submit)) as deltas:
                 async for delta in deltas:
@@ -41,6 +48,7 @@ class Choice:
             reason = "error"
             raise
         finally:
+            self._in_flight.remove(self._caller, self.submit.request_id)
             self._timer.finish(reason)
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from minserve import __version__
 from minserve.api.http import Route
 from minserve.api.responses import ErrorResponse
-from minserve.api.schemas import INERT, NOT_SUPPORTED
+from minserve.api.schemas import INERT, Body
 
 OPENAPI = web.AppKey("openapi", bytes)
 
@@ -42,11 +42,11 @@ async def show_openapi(request: web.Request) -> web.Response:
 def openapi(routes: Sequence[Route], *, with_keys: bool) -> bytes:
     """The document, of OpenAPI 3.1."""
     bodies = {route.body for route in routes if route.body}
-    answers = {kind for route in routes for kind in (route.answer, route.chunk) if kind}
+    answers = {kind for route in routes for kind in (route.answer, *route.events) if kind}
     kinds = sorted(bodies | answers | {ErrorResponse}, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     for body in bodies:
-        schemas[body.__name__] = _as_checked(schemas[body.__name__])
+        schemas[body.__name__] = _as_checked(schemas[body.__name__], body)
     paths: dict[str, Json] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, with_keys)
@@ -61,11 +61,11 @@ def openapi(routes: Sequence[Route], *, with_keys: bool) -> bytes:
     return msgspec.json.encode(document)
 
 
-def _as_checked(schema: Json) -> Json:
+def _as_checked(schema: Json, body: type[Body]) -> Json:
     """The schema of a body: null means "not given", and nothing else is taken but what asks for nothing."""
     required = schema.get("required", [])
     taken: Json = {name: {} for name in sorted(INERT)}
-    taken |= {name: {"enum": [*values, None]} for name, values in NOT_SUPPORTED.items()}
+    taken |= {name: {"enum": [*values, None]} for name, values in body.not_supported.items()}
     for name, field in schema["properties"].items():
         taken[name] = field if name in required else _or_null(field)
     return schema | {"properties": taken, "additionalProperties": False}
@@ -90,6 +90,8 @@ def _operation(route: Route, with_keys: bool) -> Json:
         parameter = route.path[route.path.index("{") + 1 : -1]
         schema = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": schema}]
+    if route.query:
+        operation["parameters"] = _parameters(route.query)
     if route.body:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(route.body)}}}
     if with_keys:
@@ -104,27 +106,50 @@ def _operation(route: Route, with_keys: bool) -> Json:
     return operation
 
 
+def _parameters(query: type[msgspec.Struct]) -> list[Json]:
+    """The parameters of an address: all may be left out."""
+    _, schemas = msgspec.json.schema_components([query])
+    fields: Json = schemas[query.__name__]["properties"]
+    return [
+        {"name": name, "in": "query", "required": False, "schema": _without_null(field)}
+        for name, field in fields.items()
+    ]
+
+
+def _without_null(field: Json) -> Json:
+    [kind] = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
+    return dict(kind)
+
+
 def _refusals(route: Route, with_keys: bool) -> list[int]:
     statuses = [400]
     if with_keys and not route.open:
         statuses.append(401)
-    if "{" in route.path or route.body:
+    if "{" in route.path or route.body or route.query:
         statuses.append(404)
     if route.body:
         statuses += [408, 413, 415, 500]
     if route.needs_room:
         statuses += [429, 503]
+    if route.may_be_full:
+        statuses.append(503)
     return statuses
 
 
 def _content(route: Route) -> Json:
-    if route.answer is None:
+    if route.answer is None and not route.events:
         return {route.media: {}}
-    content: Json = {route.media: {"schema": _ref(route.answer)}}
-    if route.chunk is not None:
-        told = {"anyOf": [_ref(route.chunk), _ref(ErrorResponse)]}
-        data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": told}]}
-        event = {"type": "object", "properties": {"data": {"type": "string"} | data}, "required": ["data"]}
+    content: Json = {}
+    if route.answer is not None:
+        content[route.media] = {"schema": _ref(route.answer)}
+    if route.events:
+        kinds: list[type[msgspec.Struct]] = [*route.events, *([] if route.named else [ErrorResponse])]
+        told: Json = {
+            "contentMediaType": "application/json",
+            "contentSchema": {"anyOf": [_ref(kind) for kind in kinds]},
+        }
+        data = {"type": "string"} | (told if route.named else {"anyOf": [{"const": "[DONE]"}, told]})
+        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
         content["text/event-stream"] = {"schema": event}
     return content
 

@@ -89,7 +89,7 @@ def make_choices(
             sparse=request.sparse,
         )
         output = Output(index, submit.params, detokenizer)
-        choices.append(Choice(submit, output, service.metrics.start(len(prompt_token_ids))))
+        choices.append(Choice(submit, output, service.metrics.start(len(prompt_token_ids)), caller, service.in_flight))
     return choices
 
 

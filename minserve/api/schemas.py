@@ -5,7 +5,8 @@ Does not know: the model (limits that depend on it are in `sampling`), HTTP, tex
 """
 
 import difflib
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -105,6 +106,15 @@ INSTEAD = {
 """What other servers have called our fields."""
 
 
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What a route takes. not_supported: known fields that it does not take, with the values that ask for nothing;
+    instead: what to use in place of some of them.
+    """
+
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_SUPPORTED
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far, in every chunk."""
 
@@ -140,16 +150,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     json_object: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and completions share. None: not given, so the model's or OpenAI's default holds."""
+class SamplingRequest(Body, frozen=True, kw_only=True):
+    """What every route that generates takes. None: not given, so the model's or OpenAI's default holds."""
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: NumChoices = 1
     seed: Seed | None = None
     stop: StopString | StopStrings = []
-    max_tokens: NumTokens | None = None
     temperature: Temperature | None = None
     top_p: PositiveShare | None = None
     presence_penalty: Penalty = 0.0
@@ -163,11 +170,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: StopTokenIds = []
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    prompt_logprobs: NumLogprobs | None = None
     cache_salt: CacheSalt | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     sparse: SparseParams | None = None
+
+
+class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
+    """What chat and completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: NumChoices = 1
+    max_tokens: NumTokens | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -218,7 +233,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     add_special_tokens: bool = True
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeRequest(Body, frozen=True, kw_only=True):
     """POST /tokenize, with a prompt or with messages. add_special_tokens: true for a prompt, false for messages."""
 
     model: str | None = None
@@ -232,21 +247,22 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
     """POST /detokenize."""
 
     model: str | None = None
     tokens: list[int]
 
 
-R = TypeVar("R", bound=msgspec.Struct)
+B = TypeVar("B", bound=Body)
 
 
-def parse(fields: dict[str, Any], kind: type[R]) -> R:
+def parse(fields: dict[str, Any], kind: type[B]) -> B:
     """The fields of a body as a request: known names, right types, inside the bounds. Raises RequestError."""
-    known = set(kind.__struct_fields__)
-    _check_names(fields, known)
-    request = convert({name: value for name, value in fields.items() if name in known}, kind)
+    _check_names(fields, kind)
+    request = convert({name: value for name, value in fields.items() if name in kind.__struct_fields__}, kind)
+    if isinstance(request, SamplingRequest):
+        _check_salt(request.cache_salt)
     if isinstance(request, GenerationRequest):
         _check_generation(request)
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
@@ -254,18 +270,19 @@ def parse(fields: dict[str, Any], kind: type[R]) -> R:
     return request
 
 
-def _check_names(fields: dict[str, Any], known: set[str]) -> None:
+def _check_names(fields: dict[str, Any], kind: type[Body]) -> None:
+    known = kind.__struct_fields__
     for name, value in fields.items():
         if name in known or name in INERT:
             continue
-        if name in NOT_SUPPORTED:
-            neutral = NOT_SUPPORTED[name]
+        if name in kind.not_supported:
+            neutral = kind.not_supported[name]
             # In Python, True == 1; in JSON they differ.
             if any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral):
                 continue
             allowed = f"; allowed: {', '.join(map(repr, neutral))} or absent" if neutral else ""
-            if name in INSTEAD:
-                allowed = f"; use {INSTEAD[name]}"
+            if name in kind.instead:
+                allowed = f"; use {kind.instead[name]}"
             raise RequestError(f"{name} is not supported{allowed}", param=name, code="unsupported_parameter")
         name = name[:MAX_NAME_CHARS]
         close = difflib.get_close_matches(name, known, n=1)
@@ -273,12 +290,15 @@ def _check_names(fields: dict[str, Any], known: set[str]) -> None:
         raise RequestError(f"unknown field {name!r}{hint}", param=name, code="unknown_parameter")
 
 
+def _check_salt(cache_salt: str | None) -> None:
+    if cache_salt is not None and not cache_salt.isprintable():
+        raise RequestError("cache_salt must be printable characters", param="cache_salt")
+
+
 def _check_generation(request: GenerationRequest) -> None:
     if request.limit is not None and request.min_tokens > request.limit:
         raise RequestError(f"min_tokens must be at most max_tokens ({request.limit})", param="min_tokens")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
-    if request.cache_salt is not None and not request.cache_salt.isprintable():
-        raise RequestError("cache_salt must be printable characters", param="cache_salt")
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs is not available when stream is true", param="prompt_logprobs")

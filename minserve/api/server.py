@@ -109,7 +109,7 @@ class Server:
         """Drain; asked a second time, end at once."""
         if self._stop.is_set():
             self._hurry.set()
-        self._service.admission.draining = True
+        self._service.admission.drain()
         self._stop.set()
 
     async def run(self) -> int:

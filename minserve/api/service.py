@@ -15,6 +15,7 @@ from aiohttp import web
 from minserve.api.admission import Admission
 from minserve.api.body import BODY_S, BodyReader
 from minserve.api.engine import Engine
+from minserve.api.in_flight import InFlight
 from minserve.config import ServerConfig
 from minserve.errors import NotFoundError
 from minserve.grammar import Vocabulary
@@ -30,6 +31,9 @@ LONG_TEXT_CHARS = 2048
 
 KEEP_ALIVE_S = 10.0
 """Proxies cut connections that are silent for some 30 to 60 seconds."""
+
+STATS_INTERVAL_S = 1.0
+"""Between two events for those who look at the server's figures."""
 
 MIN_MAX_REQUEST_BYTES = 4 * 2**20
 REQUEST_BYTES_PER_TOKEN = 32
@@ -53,6 +57,7 @@ class Service:
         *,
         keep_alive_s: float = KEEP_ALIVE_S,
         body_s: float = BODY_S,
+        stats_interval_s: float = STATS_INTERVAL_S,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -62,7 +67,9 @@ class Service:
             config.reasoning_parser, template_closes_tag=renderer.template.mentions(CLOSE)
         )
         self.grammars = GrammarCheck(self._vocabulary)
+        self.in_flight = InFlight()
         self.keep_alive_s = keep_alive_s
+        self.stats_interval_s = stats_interval_s
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name, lambda: engine.stats)
         self.admission = Admission(engine, config)

@@ -8,7 +8,7 @@ The status line waits for the first event (or the first keep-alive), so that wha
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from types import TracebackType
 
@@ -31,11 +31,13 @@ HEADERS = {
 class EventStream:
     """One streamed answer. Between `async with` it sends a comment whenever keep_alive_s have passed in silence.
 
+    named: each event has its type for a name, and the last one says itself that it is the last; else it is [DONE].
     Sending waits for a client that does not read; how long, is the connection's to say.
     """
 
-    def __init__(self, request: web.Request, keep_alive_s: float) -> None:
+    def __init__(self, request: web.Request, keep_alive_s: float, *, named: bool = False) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
+        self._named = named
         self._request = request
         self._keep_alive_s = keep_alive_s
         self._silent = True
@@ -61,11 +63,13 @@ class EventStream:
     async def send(self, event: msgspec.Struct) -> None:
         """One event. Raises ConnectionError when the client has gone."""
         self._silent = False
-        await self._write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        name = f"event: {event.__struct_config__.tag}\n".encode() if self._named else b""
+        await self._write(name + b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def finish(self) -> None:
         """The end of every stream, good or bad."""
-        await self._write(b"data: [DONE]\n\n")
+        if not self._named:
+            await self._write(b"data: [DONE]\n\n")
         await self.response.write_eof()
 
     async def _write(self, frame: bytes) -> None:
@@ -83,10 +87,15 @@ class EventStream:
 
 
 async def stream_events(
-    request: web.Request, events: AsyncGenerator[msgspec.Struct, None], *, keep_alive_s: float
+    request: web.Request,
+    events: AsyncGenerator[msgspec.Struct, None],
+    *,
+    keep_alive_s: float,
+    failure: Callable[[Exception], msgspec.Struct] = error_response,
+    named: bool = False,
 ) -> web.StreamResponse:
-    """Send the events, then [DONE]. What fails in the middle is told by an error event, what fails before is raised."""
-    async with EventStream(request, keep_alive_s) as stream, aclosing(events):
+    """Send the events and the end. What fails in the middle is told by an event, what fails before is raised."""
+    async with EventStream(request, keep_alive_s, named=named) as stream, aclosing(events):
         try:
             async for event in events:
                 await stream.send(event)
@@ -97,6 +106,6 @@ async def stream_events(
                 raise
             expected = isinstance(error, MinserveError)
             logger.error("a stream has failed: %s", error, exc_info=None if expected else error)
-            await stream.send(error_response(error))
+            await stream.send(failure(error))
         await stream.finish()
     return stream.response

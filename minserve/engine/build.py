@@ -25,6 +25,7 @@ from minserve.engine.sizing import (
     num_host_blocks,
     refuse_unsupported,
 )
+from minserve.engine.sparse_rules import SparseRules
 from minserve.errors import ConfigError, RequestError
 from minserve.grammar import Grammars, Vocabulary
 from minserve.kernels.sparse_rows import RING
@@ -118,6 +119,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         chunk_step=KEY_STEP if machine.shapes is not None else 1,
         drafts=machine.drafts,
         grammars=grammars,
+        sparse=_sparse_rules(config, pages, has_head=head is not None) if has_sets else None,
     )
     runner = _runner(config, machine, model, pages, lanes, sets, new_drafter(lanes), progress)
     info = Ready(
@@ -135,7 +137,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         num_working_set_blocks=config.working_set_blocks if has_sets else 0,
     )
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
-    return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info, release=host.close)
+    return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info, sets=sets, release=host.close)
 
 
 def _copies(host: HostPool, device: torch.device) -> CopyEngine:
@@ -150,6 +152,23 @@ def _has_working_sets(config: EngineConfig, device: torch.device, num_host_block
             "--sparse above: working sets run on the CPU in this version, and need host memory: --host-kv SIZE"
         )
     return possible and config.sparse != "never"
+
+
+def _sparse_rules(config: EngineConfig, pages: KVPages, *, has_head: bool) -> SparseRules:
+    return SparseRules.of(
+        mode=config.sparse,
+        above=config.sparse_above,
+        num_slots=config.working_set_blocks,
+        fetch=config.fetch,
+        fetch_ratio=config.fetch_ratio,
+        lookahead=config.lookahead,
+        num_verified=config.verify_drafts,
+        miss_policy=config.miss_policy,
+        has_head=has_head,
+        num_layers=pages.kv.shape[0],
+        num_kv_heads=pages.kv.shape[2],
+        head_block_bytes=pages.kv[0, 0, 0].nbytes,
+    )
 
 
 def _choose_machine(config: EngineConfig, model_config: ModelConfig) -> _Machine:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
@@ -21,19 +21,40 @@ from minserve.protocol import (
     Delta,
     Fatal,
     FromEngine,
+    Look,
     Outputs,
     Ready,
+    Seen,
     Shutdown,
     Starting,
     Stats,
     Submit,
     ToEngine,
+    WorkingSet,
 )
 
 THREADS_ENV = {"GOMP_SPINCOUNT": "1000"}
 """OpenMP's threads spin for milliseconds when they wait for each other, by default. Where the API process or anything
 else wants a core at the same time, the spinning thread keeps from it the one that it waits for, and a step on the CPU
 takes many times as long."""
+
+
+def joined(deltas: Sequence[Delta | None]) -> list[Delta | None]:
+    """Successive deltas of one request in as few as say the same. A failure stays apart from the tokens before it."""
+    whole: list[Delta | None] = []
+    for delta in deltas:
+        last = whole[-1] if whole else None
+        if last is None or delta is None or delta.finish_reason in ("abort", "error"):
+            whole.append(delta)
+            continue
+        last.token_ids.extend(delta.token_ids)
+        if last.logprobs is not None:
+            last.logprobs.extend(delta.logprobs or ())
+        last.finish_reason, last.stop_token_id = delta.finish_reason, delta.stop_token_id
+        last.draft_tokens, last.accepted_tokens = delta.draft_tokens, delta.accepted_tokens
+        if delta.cached_tokens is not None:
+            last.cached_tokens, last.cached_host_tokens = delta.cached_tokens, delta.cached_host_tokens
+    return whole
 
 
 class EngineClient:
@@ -59,6 +80,7 @@ class EngineClient:
         self._writer = writer
         self._engine_timeout_s = engine_timeout_s
         self._queues: dict[str, asyncio.Queue[Delta | None]] = {}
+        self._looking: dict[str, list[asyncio.Future[WorkingSet | None]]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._listener: asyncio.Task[None] | None = None
@@ -104,6 +126,7 @@ class EngineClient:
     async def generate(self, submit: Submit) -> AsyncGenerator[Delta, None]:
         """The deltas of a request, up to and with its terminal one. Closing the iterator early aborts the request.
 
+        What waits to be taken comes as one delta, so that who has fallen behind has less to do for each token.
         Raises EngineDeadError if the engine ends before the request does.
         """
         if not self.alive:
@@ -113,17 +136,30 @@ class EngineClient:
         finished = False
         try:
             self._send(submit)
-            while not finished:
-                delta = await queue.get()
-                if delta is None:
-                    finished = True
-                    raise EngineDeadError(self.dead.result())
-                finished = delta.finish_reason is not None
-                yield delta
+            while True:
+                waiting = [await queue.get()]
+                while not queue.empty():
+                    waiting.append(queue.get_nowait())
+                for delta in joined(waiting):
+                    finished = delta is None or delta.finish_reason is not None
+                    if delta is None:
+                        raise EngineDeadError(self.dead.result())
+                    yield delta
+                    if finished:  # the engine may have ended since
+                        return
         finally:
             del self._queues[submit.request_id]
             if not finished:
                 self._send(Abort(submit.request_id))
+
+    async def working_set(self, request_id: str) -> WorkingSet | None:
+        """Which blocks of a sparse request are in pages; None if it is not sparse, or the engine is gone."""
+        if not self.alive:
+            return None
+        seen: asyncio.Future[WorkingSet | None] = asyncio.get_running_loop().create_future()
+        self._looking.setdefault(request_id, []).append(seen)
+        self._send(Look(request_id))
+        return await seen
 
     async def wait_dead(self) -> str:
         """Wait until the engine is gone, and say why."""
@@ -159,6 +195,8 @@ class EngineClient:
                 message = await self._receive_in_time()
                 if isinstance(message, Outputs):
                     self._hand_out(message)
+                elif isinstance(message, Seen):
+                    self._show(message.request_id, message.working_set)
                 elif isinstance(message, Fatal):
                     reason = message.message
                     break
@@ -174,6 +212,14 @@ class EngineClient:
         self.dead.set_result(reason)
         for queue in self._queues.values():
             queue.put_nowait(None)
+        for request_id in list(self._looking):
+            self._show(request_id, None)
+
+    def _show(self, request_id: str, working_set: WorkingSet | None) -> None:
+        """To all who look at the request: whoever came last sees what the first one sees."""
+        for seen in self._looking.pop(request_id, ()):
+            if not seen.done():  # else who looked has left
+                seen.set_result(working_set)
 
     def _hand_out(self, outputs: Outputs) -> None:
         self.stats = outputs.stats

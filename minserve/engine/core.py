@@ -9,11 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from minserve.engine.looks import Looks
 from minserve.engine.plan import StepResult
 from minserve.engine.scheduler import Scheduler
 from minserve.grammar import Grammars
+from minserve.memory.blocks import blocks_for
 from minserve.memory.lanes import Lanes
-from minserve.protocol import Delta, Outputs, Ready, Submit
+from minserve.memory.working_sets import WorkingSets
+from minserve.protocol import Delta, Outputs, Ready, Submit, WorkingSet
 from minserve.runner.runner import Runner, RunningStep
 
 
@@ -41,9 +44,11 @@ class Engine:
         *,
         run_ahead: int,
         info: Ready,
+        sets: WorkingSets | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self.info = info
+        self._looks = Looks(sets)
         self._release = release
         self._grammars = grammars
         self._scheduler = scheduler
@@ -100,6 +105,13 @@ class Engine:
             result.seconds = now - max(step.launched_at, self._last_result_at)
         self._last_result_at = now
         return result
+
+    def working_set(self, request_id: str) -> WorkingSet | None:
+        """Which blocks of a request are in pages; None if all are, since it is not sparse."""
+        for request in self._scheduler.running:
+            if request.id == request_id and request.policy is not None:
+                return self._looks.look(request_id, request.lane, blocks_for(len(request.token_ids)))
+        return None
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix, so that the next request starts cold."""

@@ -9,33 +9,53 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from minserve.engine.decisions import Decisions, Launched
-from minserve.engine.plan import LaneSetup, StepPlan, StepResult
-from minserve.engine.request import Request
+from minserve.engine.plan import Fetched, LaneSetup, StepPlan, StepResult
+from minserve.engine.request import Request, Status
+from minserve.engine.sparsity import Sparsity
 from minserve.grammar import Grammars, Matcher, bar
-from minserve.protocol import TokenLogprobs
+from minserve.protocol import Stats, TokenLogprobs
 from minserve.spec.lengths import DraftLengths
+
+NOTHING_FETCHED = Fetched(0, 0, 0, 0, 0)
 
 
 class Yield(NamedTuple):
-    """What a step gave for one request. token_ids: empty if it did not sample. drafts: what it will verify, if it has a
-    grammar."""
+    """What a step gave for one request. token_ids: empty if it did not sample, or runs again. drafts: what it will
+    verify, if it has a grammar. fetched: for its working set, if it is sparse."""
 
     entry: Launched
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs] | None
     prompt_logprobs: Sequence[TokenLogprobs]
     drafts: Sequence[int]
+    fetched: Fetched
+
+    @property
+    def runs_again(self) -> bool:
+        return self.entry.is_sparse and not self.token_ids
 
 
 class Launches:
-    """drafts: how many each step proposes; the next one verifies them. grammars: whose masks a plan brings."""
+    """drafts: how many each step proposes; the next one verifies them. grammars: whose masks a plan brings. sparsity:
+    what it says of working sets."""
 
-    def __init__(self, drafts: DraftLengths, grammars: Grammars) -> None:
+    def __init__(self, drafts: DraftLengths, grammars: Grammars, sparsity: Sparsity) -> None:
         self._drafts = drafts
+        self._sparsity = sparsity
         self._grammars = grammars
         self._under_way: deque[tuple[int, list[Launched]]] = deque()
         self.last_step = 0
         self.num_proposed = 0
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next plan will have."""
+        return self.last_step + 1
+
+    @property
+    def is_idle(self) -> bool:
+        """No step is under way."""
+        return not self._under_way
 
     def launch(self, requests: Sequence[Request], decisions: Decisions, setups: Sequence[LaneSetup]) -> StepPlan:
         """The plan of what was decided; empty if that is nothing. Counts its tokens as computed.
@@ -50,7 +70,8 @@ class Launches:
             return StepPlan(step=self.last_step)
         launched.sort(key=lambda entry: entry.chunk is None)
         samples = [entry.request.next_sample() for entry in launched if entry.samples]
-        self.num_proposed = self._drafts.choose([e.request.num_tokens for e in launched if e.samples])
+        decoding = [entry.request for entry in launched if entry.chunk is None]
+        self.num_proposed = self._choose_drafts(launched, decoding)
         masked = [(e.request, e.request.matcher) for e in launched if e.samples and e.request.matcher is not None]
         self.last_step += 1
         self._under_way.append((self.last_step, launched))
@@ -59,12 +80,19 @@ class Launches:
             setups=setups,
             new_pages=decisions.new_pages,
             chunks=[entry.chunk for entry in launched if entry.chunk is not None],
-            decodes=[entry.request.lane for entry in launched if entry.chunk is None],
+            decodes=[request.lane for request in decoding],
             num_drafts=decisions.num_drafts,
             samples=samples,
             num_proposals=self.num_proposed,
+            demotions=decisions.demotions,
+            **self._sparsity.words(decoding),
             **self._masks(masked, decisions.num_drafts),
         )
+
+    def _choose_drafts(self, launched: Sequence[Launched], decoding: Sequence[Request]) -> int:
+        """What pays for the requests that verify all that is proposed; but not fewer than sparse ones need."""
+        chosen = self._drafts.choose([e.request.num_tokens for e in launched if e.samples and not e.is_sparse])
+        return max(chosen, min(self._sparsity.num_drafts(decoding), self._drafts.most))
 
     def _masks(self, constrained: Sequence[tuple[Request, Matcher]], num_drafts: int) -> dict[str, Any]:
         """What a plan says of these requests' next tokens."""
@@ -85,17 +113,30 @@ class Launches:
         yielded = iter(zip(result.token_ids, result.logprobs, strict=True))
         prompt_logprobs = iter(result.prompt_logprobs)
         proposed = iter(result.drafts)
+        fetched = iter(result.fetched)
         for entry in launched:
             token_ids, logprobs = next(yielded) if entry.samples else ((), None)
             drafts = next(proposed, ()) if entry.samples and entry.request.matcher is not None else ()
             of_prompt = next(prompt_logprobs) if entry.chunk is not None else ()
-            yield Yield(entry, token_ids, logprobs, of_prompt, [draft for draft in drafts if draft >= 0])
+            of_set = next(fetched, NOTHING_FETCHED) if entry.chunk is None else NOTHING_FETCHED
+            yield Yield(entry, token_ids, logprobs, of_prompt, [draft for draft in drafts if draft >= 0], of_set)
 
-    def note_accepted(
-        self, num_drafts: int, lengths: Sequence[int], accepted: Sequence[int], seconds: float | None
-    ) -> None:
-        """See `DraftLengths.note`."""
-        self._drafts.note(num_drafts, lengths, accepted, seconds)
+    def run_again(self, entry: Launched) -> None:
+        """A sparse request's row has not yielded its token: its next one is the same."""
+        entry.request.num_in_flight -= 1
+        entry.request.num_drafts_in_flight -= entry.num_drafts
+        if entry.request.status is Status.RUNNING:  # else nothing of it is computed any more
+            entry.request.num_computed -= 1
+
+    def note_accepted(self, accepted: Sequence[tuple[Launched, int]], seconds: float | None, stats: Stats) -> None:
+        """How many drafts of each request were accepted. See `DraftLengths.note`: of sparse ones it learns nothing, as
+        they do not verify all that is proposed. stats: count those that were verified."""
+        for entry, count in accepted:
+            stats.note_drafts(entry.num_drafts, [count])
+        resident = [(entry, count) for entry, count in accepted if not entry.is_sparse]
+        if resident:
+            lengths = [entry.request.num_tokens for entry, _ in resident]
+            self._drafts.note(resident[0][0].num_drafts, lengths, [count for _, count in resident], seconds)
 
 
 def _advance(request: Request, count: int, num_drafts: int) -> Launched:
@@ -106,7 +147,8 @@ def _advance(request: Request, count: int, num_drafts: int) -> Launched:
         num_computed=request.num_computed,
         samples=request.num_computed == request.num_tokens,
         chunk=chunk,
-        num_drafts=num_drafts if chunk is None else 0,
+        num_drafts=request.num_verified(num_drafts) if chunk is None else 0,
+        is_sparse=chunk is None and request.policy is not None,
     )
     request.num_in_flight += entry.samples
     request.num_drafts_in_flight += entry.num_drafts

@@ -123,8 +123,9 @@ class StepPlan:
     each of them, for its rows (`Grammars.masks`).
 
     keeps_queries: some lane of decodes is sparse, or may become so before its next step. stored: (sparse lane, block,
-    host block), full blocks, still in the ring, that host blocks hold by now. refills: (sparse lane, blocks, most):
-    what it may fetch more in each layer, over all heads, and how much of that it may have saved up.
+    host block), full blocks, still in the ring, that host blocks hold by now; to be taken after the demotions, since
+    what is demoted in this plan has its newest full block among them. refills: (sparse lane, blocks, most), what
+    it may fetch more in each layer, over all heads, and how much of that it may have saved up.
     """
 
     step: int

@@ -32,7 +32,9 @@ from minserve.protocol import (
     Delta,
     Fatal,
     FromEngine,
+    Look,
     Outputs,
+    Seen,
     Shutdown,
     Starting,
     Stats,
@@ -137,6 +139,8 @@ class EngineLoop:
                 self._channel.send(Outputs(deltas=[ended], stats=self._stats))
         elif isinstance(message, Abort):
             self._engine.abort(message.request_id)
+        elif isinstance(message, Look):
+            self._channel.send(Seen(message.request_id, self._engine.working_set(message.request_id)))
         elif isinstance(message, Shutdown):
             self._stopping = True
             self._engine.abort_all()

@@ -14,15 +14,16 @@ num_computed are what is certain.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import msgspec
 
-from minserve.engine.plan import Chunk, LaneSetup, Sample
+from minserve.engine.plan import Chunk, LaneSetup, Sample, SparsePolicy
 from minserve.grammar import Matcher
-from minserve.memory.blocks import NOTHING_CACHED, Cached
-from minserve.protocol import Delta, FinishReason, SamplingParams, Submit, TokenLogprobs
+from minserve.memory.hashing import KeyChain
+from minserve.memory.tables import NOTHING_CACHED, Cached
+from minserve.protocol import Delta, FinishReason, SamplingParams, SparseUsage, Submit, TokenLogprobs
 
 
 class Status(Enum):
@@ -37,6 +38,7 @@ class Request:
 
     found: what the caches had for it when it last took pages; cached: when it first computed.
     matcher: follows its text, if that has a grammar; drafts: what its lane will verify next, known if there is one.
+    policy: how its lane chooses its blocks; None: it is resident. sparse_usage: if it ever was sparse, at its end.
     error: why it could not be finished.
     """
 
@@ -44,7 +46,7 @@ class Request:
     params: SamplingParams
     token_ids: list[int]
     num_prompt_tokens: int
-    cache_salt: str
+    chain: KeyChain
     arrival: int
     end_token_ids: tuple[int, ...]
     status: Status = Status.WAITING
@@ -58,12 +60,13 @@ class Request:
     found: Cached = NOTHING_CACHED
     cached: Cached | None = None
     first_delta_sent: bool = False
-    block_keys: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     matcher: Matcher | None = None
     drafts: Sequence[int] = ()
+    policy: SparsePolicy | None = None
+    sparse_usage: SparseUsage | None = None
     error: str | None = None
 
     @classmethod
@@ -80,7 +83,7 @@ class Request:
             params=params,
             token_ids=list(submit.prompt_token_ids),
             num_prompt_tokens=num_prompt_tokens,
-            cache_salt=submit.cache_salt,
+            chain=KeyChain(submit.cache_salt),
             arrival=arrival,
             end_token_ids=tuple(sorted(ends)),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * num_prompt_tokens,
@@ -110,6 +113,10 @@ class Request:
         if not self.is_decoding:
             return self.num_computed + count
         return min(self.num_tokens + self.num_drafts_in_flight + num_drafts, self.end - 1)
+
+    def num_verified(self, num_drafts: int) -> int:
+        """How many of a step's drafts its lane verifies."""
+        return num_drafts if self.policy is None else min(num_drafts, self.policy.num_verified)
 
     @property
     def num_output_tokens(self) -> int:
@@ -230,6 +237,7 @@ class Request:
         if not self.first_delta_sent or self.finish_reason is not None:
             cached = self.cached or NOTHING_CACHED
             delta.cached_tokens, delta.cached_host_tokens = cached.num_tokens, cached.host
+        delta.sparse = self.sparse_usage
         self.first_delta_sent = True
         return delta
 

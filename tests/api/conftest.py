@@ -1,10 +1,11 @@
 """Servers to test against: a scripted engine behind the real server object, and the real command as a process."""
 
 import asyncio
+import io
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ class Running:
 
     async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
         """Status and JSON of a POST. body: a JSON value, or bytes as they are."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Content-Type": "application/json"} | kwargs.pop("headers", {})
         async with self.http.post(path, data=data, headers=headers, **kwargs) as response:
             return response.status, await response.json()
@@ -135,6 +136,13 @@ def renderers():
 
 @pytest.fixture
 async def start(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
+    """As `servers` says, for one test."""
+    async with servers(model_folder, renderers) as begin:
+        yield begin
+
+
+@asynccontextmanager
+async def servers(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
     """start(...) -> Running: a server with a scripted engine; options are ServerConfig's and the engine's.
 
     run=False: the server listens, but nothing watches over its engine.
@@ -149,6 +157,7 @@ async def start(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
             stall_s: float = 3600.0,
             idle_s: float = 3600.0,
             body_s: float = 3600.0,
+            stats_interval_s: float = 3600.0,
             key: str | None = None,
             run: bool = True,
             renderer: Renderer | None = None,
@@ -159,7 +168,8 @@ async def start(model_folder, renderers) -> AsyncIterator[Callable[..., Any]]:
             engine = FakeEngine(tokenizer, **(engine_options or {}))
             config = ServerConfig(**{"model_path": str(folder), "served_model_names": (MODEL,)} | options)
             sock: socket.socket = bind("127.0.0.1", 0)
-            service = Service(config, engine, tokenizer, renderer, keep_alive_s=keep_alive_s, body_s=body_s)
+            times = {"keep_alive_s": keep_alive_s, "body_s": body_s, "stats_interval_s": stats_interval_s}
+            service = Service(config, engine, tokenizer, renderer, **times)
             server = Server(service, sock, stall_s=stall_s, idle_s=idle_s)
             await server.start()
             port = sock.getsockname()[1]

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 from minserve.errors import EngineDeadError
-from minserve.protocol import Delta, Ready, SparseUsage, Stats, Submit, TokenLogprobs
+from minserve.protocol import Delta, Ready, SparseUsage, Stats, Submit, TokenLogprobs, WorkingSet
 from minserve.text.tokenizer import Tokenizer
 
 EOS = "<|im_end|>"
@@ -18,6 +18,7 @@ class FakeEngine:
     hold_at: after so many tokens every request waits for release(). fail_at: after so many tokens it fails.
     sparse: what it says of each request's working set, at its end.
     watched: set once a server watches over it, which it does when it listens.
+    working_sets: of the requests that are sparse.
     submits: all requests so far. running: ids now running. aborted: ids whose stream was closed early.
     """
 
@@ -46,6 +47,7 @@ class FakeEngine:
             max_num_seqs=max_num_seqs,
         )
         self.counters = Stats(num_pages=64)
+        self.working_sets: dict[str, WorkingSet] = {}
         self.stop_timeouts: list[float] = []
         self.watched = asyncio.Event()
         self._released = asyncio.Event()
@@ -69,6 +71,10 @@ class FakeEngine:
     def die(self, reason: str = "killed by signal 9") -> None:
         """The engine process is gone."""
         self._died.set_result(reason)
+
+    async def working_set(self, request_id: str) -> WorkingSet | None:
+        assert request_id in self.running
+        return self.working_sets.get(request_id)
 
     async def wait_dead(self) -> str:
         self.watched.set()
@@ -103,16 +109,16 @@ class FakeEngine:
         token_ids = self._reply_ids(submit)
         ends = set() if params.ignore_eos else set(self.tokenizer.eos_token_ids)
         ends |= set(params.stop_token_ids)
-        token_ids = token_ids[: params.max_tokens]
+        num_tokens = min(len(token_ids), params.max_tokens)
         sent = 0
-        while sent < len(token_ids):
+        while sent < num_tokens:
             if sent == self.hold_at and await self._hold():
                 yield Delta(request_id=submit.request_id, finish_reason="abort")
                 return
             if sent == self.fail_at:
                 yield Delta(request_id=submit.request_id, finish_reason="error", error="out of memory")
                 return
-            new = token_ids[sent : sent + self.tokens_per_delta]
+            new = token_ids[sent : min(sent + self.tokens_per_delta, num_tokens)]
             stop = next((i for i, token_id in enumerate(new) if token_id in ends), None)
             new = new if stop is None else new[: stop + 1]
             delta = Delta(request_id=submit.request_id, token_ids=new)

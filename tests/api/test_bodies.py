@@ -1,42 +1,77 @@
 """Bodies that are no plain JSON objects, or too deep, or hostile in their keys and text."""
 
+import asyncio
 import json
 import logging
+import re
+import threading
 
 import pytest
 
+from minserve.text.tokenizer import Tokenizer
 from tests.api.checks import CHAT, COMPLETIONS, refused
 from tests.api.conftest import chat_body
 
+NO_OBJECTS = [
+    b"",
+    b"{",
+    b'{"messages":',
+    b"[]",
+    b"5",
+    b"null",
+    b'"text"',
+    b'{"prompt":"a","temperature":NaN}',
+    b'{"prompt":"a","temperature":Infinity}',
+    b'{"prompt":"a","temperature":1e999}',
+    b'{"prompt":"a","prompt":"b"}',
+    b'{"prompt":"a","logit_bias":{"1":2,"1":3}}',
+    b'{"prompt":"\xff"}',
+    b'\xef\xbb\xbf{"prompt":"a"}',
+    b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"prompt":"a","chat":' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
+    b'{"prompt":"a","seed":' + b"9" * 5000 + b"}",
+    b'{"prompt":"a"} trailing',
+]
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"5",
-        b"null",
-        b'"text"',
-        b'{"prompt":"a","temperature":NaN}',
-        b'{"prompt":"a","temperature":Infinity}',
-        b'{"prompt":"a","temperature":1e999}',
-        b'{"prompt":"a","prompt":"b"}',
-        b'{"prompt":"a","logit_bias":{"1":2,"1":3}}',
-        b'{"prompt":"\xff"}',
-        b'\xef\xbb\xbf{"prompt":"a"}',
-        b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt":"a","chat":' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
-        b'{"prompt":"a","seed":' + b"9" * 5000 + b"}",
-        b'{"prompt":"a"} trailing',
-    ],
-    ids=range(17),
-)
+
+@pytest.mark.parametrize("body", NO_OBJECTS, ids=range(len(NO_OBJECTS)))
 async def test_a_body_that_is_no_plain_json_object_is_refused(running, body):
     status, answer = await running.post(COMPLETIONS, body)
     assert status == 400, answer
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert not running.engine.submits
+
+
+async def test_a_connection_goes_on_after_bodies_that_are_refused(running):
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    for body in [*NO_OBJECTS, b'{"prompt":"a"}']:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        length = int(re.search(rb"Content-Length: (\d+)", answer)[1])
+        answer += await reader.readexactly(length)
+        assert b" 400 " in answer.splitlines()[0] or body == b'{"prompt":"a"}'
+        assert b"Traceback" not in answer
+        assert b" at 0x" not in answer
+    assert b" 200 " in answer.splitlines()[0]
+    writer.close()
+
+
+@pytest.mark.parametrize("text", ["a" * 2**21, "\u4e16" * 2**19, "\U0001f336" * 2**18], ids=["a", "CJK", "emoji"])
+@pytest.mark.parametrize("max_model_len", [4096, 2**20])
+async def test_a_text_of_megabytes_is_refused_or_tokenized_off_the_loop(start, monkeypatch, text, max_model_len):
+    running = await start(engine_options={"max_model_len": max_model_len})
+    threads = []
+    encode = Tokenizer.encode
+
+    def seen(self, *args, **kwargs):
+        threads.append(threading.current_thread())
+        return encode(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "encode", seen)
+    await refused(running, COMPLETIONS, {"prompt": text}, "prompt", "maximum context length")
+    assert threading.main_thread() not in threads
+    assert bool(threads) == (max_model_len > 4096)
 
 
 HALF = b'"\\ud83d"'

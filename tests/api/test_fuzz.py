@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from minserve.api.schemas import INERT, NOT_SUPPORTED, ChatRequest, CompletionRequest
+from minserve.api.items_request import ResponsesRequest
+from minserve.api.schemas import INERT, ChatRequest, CompletionRequest
 
 VALUES = [
     *(
@@ -33,15 +34,18 @@ VALUES = [
     *([{"role": "user", "content": "hi"}], [{"role": "user"}], [{"role": "tool", "content": []}], [{}]),
     *([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],),
     *([{"type": "function", "function": {"name": "f"}}], {"include_usage": True}, {"enable_thinking": {}}),
+    *([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}], [{"type": []}], {"format": {}}),
+    *([{"type": "reasoning", "content": [{}]}], [{"role": "assistant", "content": [{"type": "text", "text": []}]}]),
+    *([{"type": "function", "name": "f", "strict": True}], {"type": "function", "name": "f"}, {"effort": "low"}),
 ]
 
 
 def random_body(rng: random.Random, base: dict, kind: type) -> dict:
-    names = [*kind.__struct_fields__, *sorted(INERT), *sorted(NOT_SUPPORTED), "no_such_field"]
+    names = [*kind.__struct_fields__, *sorted(INERT), *sorted(kind.not_supported), "no_such_field"]
     return base | {rng.choice(names): rng.choice(VALUES) for _ in range(rng.randint(1, 3))}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 async def test_no_body_gets_a_server_error(running, seed):
     rng = random.Random(seed)
     for _ in range(150):
@@ -49,6 +53,7 @@ async def test_no_body_gets_a_server_error(running, seed):
             [
                 ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, ChatRequest),
                 ("/v1/completions", {"prompt": "hi"}, CompletionRequest),
+                ("/v1/responses", {"input": "hi"}, ResponsesRequest),
             ]
         )
         body = random_body(rng, base, kind)

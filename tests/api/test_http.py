@@ -21,7 +21,7 @@ async def raw(running, head: str, body: bytes = b"") -> bytes:
     return answer
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "//v1/models", "/V1/models", "/v1/models/"])
+@pytest.mark.parametrize("path", ["/index.html", "/v1", "/v1/nothing", "//v1/models", "/V1/models", "/v1/models/"])
 async def test_an_unknown_route_is_a_404_in_the_error_shape(running, path):
     answer = await raw(running, f"GET {path} HTTP/1.1\nHost: x\nConnection: close")
     assert b" 404 " in answer.splitlines()[0]

@@ -85,7 +85,7 @@ async def test_no_route_but_the_probes_answers_without_a_key(locked, host):
 
 
 def test_few_routes_are_open():
-    assert {route.path for route in ROUTES if route.open} == {"/health", "/ready", "/ping", "/version"}
+    assert {route.path for route in ROUTES if route.open} == {"/", "/health", "/ready", "/ping", "/version"}
 
 
 async def salts(running, **fields):

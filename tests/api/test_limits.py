@@ -50,7 +50,7 @@ class TestRoom:
         running.engine.release()
         await held
 
-    @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
+    @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"])
     async def test_a_full_server_refuses_before_it_reads_the_body(self, full, path):
         _, writer, head = await ask(full, f"POST {path} HTTP/1.1\nHost: x\n{JSON}\nContent-Length: 1000000")
         assert b" 503 " in head

@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
 
+from tests.api import tiny
 from tests.api.real import RealServer, engine_process_of
 
 pytestmark = pytest.mark.slow
@@ -22,6 +24,14 @@ LONG = {"messages": CAPITAL, "max_tokens": 2000, "ignore_eos": True, "stream": T
 async def client(real_server):
     async with openai.AsyncOpenAI(base_url=f"{real_server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def tiny_model(tmp_path):
+    """Flags that serve random weights, which is fast."""
+    tiny.write_model_folder(tmp_path)
+    tiny.write_random_model(tmp_path)
+    return ("--model", str(tmp_path), "--load-format", "dummy")
 
 
 @pytest.fixture
@@ -177,6 +187,55 @@ async def test_sigterm_lets_running_streams_finish_refuses_new_ones_and_exits_wi
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert await asyncio.to_thread(server.wait) == 0
     assert not [line for line in server.lines if "leaked" in line]
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [process for child in children for process in descendants(child)]
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_a_stop_ends_fifty_streams_running_or_queued_and_leaves_no_process_and_no_file(
+    start_real, tiny_model, signals
+):
+    server = start_real(*tiny_model, "--max-num-seqs", "30", "--shutdown-timeout", "300")
+    shared = set(Path("/dev/shm").iterdir())
+    processes = descendants(server.process.pid)
+    max_tokens = 40 if signals == 1 else 900
+    body = {"prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        posts = [asyncio.create_task(http.post(f"{server.url}/v1/completions", json=body)) for _ in range(50)]
+        await until_gauge(http, server, "vllm:num_requests_running", 30)
+        for _ in range(signals):
+            server.signal(signal.SIGTERM)
+        streams = [await read_events(response) for response in await asyncio.gather(*posts)]
+    for events in streams:
+        errors = [event for event in events if "error" in event]
+        ends = [choice["finish_reason"] for event in events if "choices" in event for choice in event["choices"]]
+        assert len(errors) + sum(end is not None for end in ends) == 1
+        assert "error" in events[-1] or ends[-1] == "length"
+        assert not errors or signals == 2
+    assert await asyncio.to_thread(server.wait) == 0
+    assert not server.faults
+    assert not [process for process in processes if is_alive(process)]
+    assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+async def test_no_key_finds_what_another_one_has_cached(start_real, tiny_model):
+    server = start_real(*tiny_model, "--api-key", "first", "--api-key", "second")
+    body = {"prompt": "hello world " * 20, "max_tokens": 1, "cache_salt": "same"}
+    cached: dict[str, set[int]] = {"first": set(), "second": set()}
+    for key in ("first", "first", "second", "first", "second"):
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as http:
+            answer = await (await http.post(f"{server.url}/v1/completions", json=body)).json()
+        num_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        # What a key finds is what it has sent: nothing the first time.
+        assert (num_cached > 0) == bool(cached[key])
+        cached[key].add(num_cached)
 
 
 async def test_what_outlives_the_shutdown_timeout_gets_an_error_event(start_real, http):

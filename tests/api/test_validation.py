@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from minserve.protocol import MAX_MODEL_END_TOKEN_IDS, MAX_STOP_TOKEN_IDS
-from tests.api.checks import CHAT, COMPLETIONS, completion_body, refused
+from tests.api.checks import CHAT, COMPLETIONS, RESPONSES, completion_body, refused
 from tests.api.conftest import chat_body
 from tests.api.tiny import SPECIAL_TOKENS
 
@@ -102,6 +102,8 @@ async def test_a_context_overflow_is_a_400_with_counts_on_every_route_before_any
         (CHAT, {"messages": messages}, "messages"),
         (COMPLETIONS, {"prompt": too_long}, "prompt"),
         (COMPLETIONS, {"prompt": [1] * 50}, "prompt"),
+        (RESPONSES, {"input": too_long}, "input"),
+        (RESPONSES, {"input": [{"role": "user", "content": too_long}]}, "input"),
     ):
         await refused(running, path, body | {"stream": stream}, param, "maximum context length is 50 tokens")
         status, answer = await running.post(path, body | {"stream": stream})
@@ -139,8 +141,21 @@ async def test_stop_strings_that_are_empty_too_long_or_too_many_are_refused(runn
     await refused(running, CHAT, chat_body(stop=stop), param, words)
 
 
-async def test_stop_token_ids_outside_the_vocabulary_are_refused(running):
-    await refused(running, CHAT, chat_body(stop_token_ids=[999999]), "stop_token_ids", "from 0 to")
+async def test_token_ids_may_be_any_of_the_vocabulary_and_no_other(running):
+    width = running.engine.info.vocab_size
+    for token_id in (-1, width, 2**31, 2**70):
+        await refused(running, CHAT, chat_body(stop_token_ids=[token_id]), "stop_token_ids")
+        await refused(running, CHAT, chat_body(logit_bias={str(token_id): 1}), "logit_bias", f"0 to {width - 1}")
+        await refused(running, COMPLETIONS, {"prompt": [token_id]}, "prompt")
+    for token_id in (0, width - 1):
+        await running.chat(stop_token_ids=[token_id], logit_bias={str(token_id): 1})
+        await running.complete(prompt=[token_id])
+
+
+async def test_a_prompt_may_fill_the_context_but_for_one_token(start):
+    running = await start(engine_options={"max_model_len": 50})
+    assert (await running.complete(prompt=[1] * 49, max_tokens=1))["choices"][0]["finish_reason"] == "length"
+    assert (await running.post(COMPLETIONS, {"prompt": [1] * 50, "max_tokens": 1}))[0] == 400
 
 
 async def test_stop_token_ids_leave_room_for_the_models_own_ends(running):
@@ -153,6 +168,8 @@ async def test_lists_are_counted_before_their_members_are_looked_at(running):
     longest = running.engine.info.max_model_len
     for prompt, words in (([1] * longest + ["x"], "maximum context"), (["a"] * 1024 + [{}], "at most 1024")):
         await refused(running, COMPLETIONS, {"prompt": prompt}, "prompt", words)
+    a_million = b'{"prompt":[' + b",".join([b'"a"'] * 10**6) + b"]}"
+    await refused(running, COMPLETIONS, a_million, "prompt", "at most 1024")
     await refused(running, "/detokenize", {"tokens": [-1] * (longest + 1)}, "tokens", f"at most {longest}")
     messages = [{"role": "user", "content": ""}] * longest
     await refused(running, CHAT, {"messages": messages}, "messages", "maximum context")

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from minserve.config import EngineConfig
-from minserve.engine.client import EngineClient
+from minserve.engine.client import EngineClient, joined
 from minserve.errors import ConfigError, EngineDeadError
-from minserve.protocol import SamplingParams, Submit
+from minserve.protocol import Delta, SamplingParams, Submit
 from tests.api.real import engine_process_of
 from tests.engine.tiny import CONFIG
 
@@ -47,6 +47,48 @@ async def test_a_stop_gives_every_request_its_last_delta(config):
     assert (await waiting)[-1].finish_reason == "abort"
     with pytest.raises(EngineDeadError):
         await anext(client.generate(request("c")))
+
+
+async def test_what_waits_to_be_taken_comes_as_one_delta(config):
+    client = await EngineClient.start(config)
+    try:
+        deltas = client.generate(request("a", ignore_eos=True, temperature=0.0, logprobs=1))
+        taken = [await anext(deltas)]
+        async with asyncio.timeout(60):
+            while client.stats.generation_tokens < 400:
+                await asyncio.sleep(0)
+        taken += [delta async for delta in deltas]
+        assert len(taken) == 2
+        assert taken[1].finish_reason == "length"
+        again = await drain(client, request("b", ignore_eos=True, temperature=0.0, logprobs=1))
+        for name in ("token_ids", "logprobs"):
+            assert [x for delta in taken for x in getattr(delta, name)] == [
+                x for delta in again for x in getattr(delta, name)
+            ]
+    finally:
+        await client.stop()
+
+
+def delta(*token_ids, **fields):
+    return Delta(request_id="a", token_ids=list(token_ids), **fields)
+
+
+def test_a_failure_stays_apart_from_the_tokens_that_came_before_it():
+    for reason in ("error", "abort"):
+        failed = delta(finish_reason=reason)
+        assert joined([delta(1), delta(2), failed]) == [delta(1, 2), failed]
+    assert joined([delta(1), delta(2), None]) == [delta(1, 2), None]
+
+
+def test_joined_deltas_say_all_that_each_of_them_said():
+    first = delta(1, cached_tokens=16, cached_host_tokens=0, prompt_logprobs=[None])
+    last = delta(3, finish_reason="stop", stop_token_id=3, draft_tokens=4, accepted_tokens=2)
+    assert joined([first, delta(2, draft_tokens=2), last]) == [
+        delta(
+            *(1, 2, 3), cached_tokens=16, cached_host_tokens=0, prompt_logprobs=[None], finish_reason="stop",
+            stop_token_id=3, draft_tokens=4, accepted_tokens=2,
+        )
+    ]  # fmt: skip
 
 
 async def test_a_request_that_can_never_be_served_ends_with_an_error_and_the_engine_goes_on(config):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minserve import LLM
+from minserve.weights.default_model import DEFAULT_HEAD
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +85,15 @@ def test_prefixes_are_loaded_from_the_host(smollm2, prompts, transformers_output
     warm = llm.generate(prompts, max_tokens=64)
     assert sum(completion.cached_host_tokens for completion in warm) > 100
     assert_all_same(warm, transformers_outputs)
+
+
+def test_with_drafts_of_the_models_own_head(smollm2, prompts, transformers_outputs):
+    """Some chats, code, and a prompt of several blocks."""
+    llm = engine(smollm2, draft=str(DEFAULT_HEAD), num_draft_tokens=3, run_ahead=1)
+    chosen = [0, 2, 5, 9, 11, 19]
+    completions = llm.generate([prompts[number] for number in chosen], max_tokens=64)
+    assert_all_same(completions, [transformers_outputs[number] for number in chosen])
+    assert sum(completion.accepted_tokens for completion in completions) > 100
 
 
 @pytest.mark.gpu

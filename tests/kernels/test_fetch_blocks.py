@@ -3,26 +3,30 @@
 import pytest
 import torch
 
-from minserve.kernels.fetch_blocks import fetch_blocks, retire_block
+from minserve.kernels.fetch_blocks import fetch_blocks, fetch_blocks_reference, fetch_blocks_triton
+from minserve.kernels.retire_block import retire_block, retire_block_reference, retire_block_triton
+from minserve.kernels.score_blocks import LOOKAHEAD
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps
 
 from .working_sets import Lanes, assert_consistent, blocks_of_text, first_wanted, mask, pages_for, victims
 
 STEP, LAYER, LAYERS = 77, 1, 3
 RING = 3
+BOTH_FETCH = pytest.mark.parametrize("fetch", [fetch_blocks_reference, fetch_blocks_triton])
+BOTH_RETIRE = pytest.mark.parametrize("retire", [retire_block_reference, retire_block_triton])
 
 
 class Case:
     """Lanes with pages and host blocks of random content."""
 
-    def __init__(self, lanes, device, dtype):
+    def __init__(self, lanes, device, dtype, head_dim=4):
         self.lanes, self.device = lanes, device
         shape, columns = (lanes.kv_heads,), lanes.num_slots + RING + 1
         num_blocks = lanes.num_lanes * lanes.max_blocks
         self.page_table = pages_for(lanes.num_lanes, columns, device)
         self.host_table = pages_for(lanes.num_lanes, lanes.max_blocks, device)
-        self.kv = blocks_of_text(lanes.num_lanes * columns, *shape, device=device, dtype=dtype)
-        self.host = blocks_of_text(num_blocks, LAYERS, *shape, device=device, dtype=dtype)
+        self.kv = blocks_of_text(lanes.num_lanes * columns, *shape, device=device, dtype=dtype, head_dim=head_dim)
+        self.host = blocks_of_text(num_blocks, LAYERS, *shape, device=device, dtype=dtype, head_dim=head_dim)
         self.maps = lanes.maps(device)
         self.step = torch.tensor([STEP], dtype=torch.int32, device=device)
         # What is expected, changed block by block.
@@ -38,7 +42,7 @@ class Case:
         self.expected_used[lane, head, slot] = STEP
         self.expected_kv[self.page_table[lane, slot].item(), head] = content
 
-    def fetch(self, plan, entries):
+    def fetch(self, fetch, plan, entries):
         """plan: [entries][kv_heads] lists of (block, slot)."""
         cap = max((len(own) for heads in plan for own in heads), default=0) + 1
         padded = [[own + [(-1, -1)] * (cap - len(own)) for own in heads] for heads in plan]
@@ -47,12 +51,13 @@ class Case:
         lanes = torch.tensor(entries, device=self.device)
         empty = blocks.new_empty(0)
         sources = (self.host, LAYER, self.host_table, self.kv, self.page_table)
-        fetch_blocks(FetchPlan(blocks, slots, empty), self.maps, lanes, self.step, *sources)
+        fetch(FetchPlan(blocks, slots, empty), self.maps, lanes, self.step, *sources)
 
-    def retire(self, retiring, wanted, entries):
+    def retire(self, retire, retiring, wanted, entries):
         lanes, leaving = (torch.tensor(each, device=self.device) for each in (entries, retiring))
         wanted = mask(wanted, self.lanes.max_blocks, self.device)
-        retire_block(leaving, wanted, self.maps, lanes, self.step, self.kv, self.page_table)
+        wanted = torch.stack((wanted, ~wanted), dim=1)[:, LOOKAHEAD]
+        retire(leaving, wanted, self.maps, lanes, self.step, self.kv, self.page_table)
 
     def check(self):
         assert torch.equal(self.kv, self.expected_kv)
@@ -79,8 +84,9 @@ def random_plan(lanes, entries):
     return plan
 
 
+@BOTH_FETCH
 @pytest.mark.parametrize("seed", range(20))
-def test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere(seed, device, dtype):
+def test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere(fetch, seed, device, dtype):
     lanes = Lanes(seed, kv_heads=seed % 3 + 1, num_slots=1 + seed % 7, empty=seed % 2 == 0)
     case, entries = Case(lanes, device, dtype), lanes.entries(3)
     plan = random_plan(lanes, entries)
@@ -89,29 +95,59 @@ def test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere(seed, device
             for block, slot in own:
                 content = case.host[case.host_table[lane, block].item(), LAYER, head]
                 case.put(lane, head, slot, block, content)
-    case.fetch(plan, entries)
+    case.fetch(fetch, plan, entries)
     case.check()
 
 
+@BOTH_FETCH
 @pytest.mark.parametrize("entries", [[2, 0], [-1, -1], [-1, 1]])
-def test_an_empty_plan_changes_nothing(entries, device, dtype):
+def test_an_empty_plan_changes_nothing(fetch, entries, device, dtype):
     case = Case(Lanes(4), device, dtype)
-    case.fetch([[[], []] for _ in entries], entries)
+    case.fetch(fetch, [[[], []] for _ in entries], entries)
     case.check()
 
 
-def test_a_block_without_a_host_copy_is_not_fetched(device, dtype):
+@BOTH_FETCH
+def test_a_block_without_a_host_copy_is_not_fetched(fetch, device, dtype):
     lanes = Lanes(0, num_lanes=1, kv_heads=1, num_slots=3)
     lanes.slot_block, lanes.ring_start = [[[0, 1, 2]]], [9]
     case = Case(lanes, device, dtype)
     case.host_table[0, 5] = -1
     case.put(0, 0, 1, 6, case.host[case.host_table[0, 6].item(), LAYER, 0])
-    case.fetch([[[(5, 2), (6, 1)]]], [0])
+    case.fetch(fetch, [[[(5, 2), (6, 1)]]], [0])
     case.check()
 
 
+@BOTH_FETCH
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_more_fetches_than_programs_look_up_or_copy_at_once(fetch, head_dim, device, dtype):
+    lanes = Lanes(5, num_lanes=3, kv_heads=3, num_slots=20, max_blocks=60, empty=False)
+    lanes.slot_block, lanes.ring_start = [[list(range(20)) for _ in range(3)] for _ in range(3)], [50] * 3
+    case = Case(lanes, device, dtype, head_dim)
+    plan = [[list(zip(range(20 + lane, 39 + lane), range(1, 20))) for _ in range(3)] for lane in (2, 0)]
+    for lane, heads in zip((2, 0), plan):
+        for head, own in enumerate(heads):
+            for block, slot in own:
+                case.put(lane, head, slot, block, case.host[case.host_table[lane, block].item(), LAYER, head])
+    case.fetch(fetch, plan, [2, 0])
+    case.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_blocks_come_from_pinned_memory(device, dtype):
+    lanes = Lanes(0, num_lanes=1, kv_heads=2, num_slots=3)
+    lanes.slot_block, lanes.ring_start = [[[0, 1, 2]] * 2], [9]
+    case = Case(lanes, device, dtype, head_dim=128)
+    case.host = case.host.cpu().pin_memory()
+    case.put(0, 1, 2, 7, case.host[case.host_table[0, 7].item(), LAYER, 1])
+    case.fetch(fetch_blocks, [[[], [(7, 2)]]], [0])
+    case.check()
+
+
+@BOTH_RETIRE
 @pytest.mark.parametrize("seed", range(30))
-def test_a_block_that_leaves_the_ring_goes_where_it_is_wanted_or_there_is_room(seed, device, dtype):
+def test_a_block_that_leaves_the_ring_goes_where_it_is_wanted_or_there_is_room(retire, seed, device, dtype):
     lanes = Lanes(seed, kv_heads=seed % 3 + 1, num_slots=1 + seed % 7, empty=seed % 3 == 0)
     case, entries = Case(lanes, device, dtype), lanes.entries(4)
     scores = lanes.ranking(entries, advance=1)
@@ -126,23 +162,25 @@ def test_a_block_that_leaves_the_ring_goes_where_it_is_wanted_or_there_is_room(s
                 if free and (block in own or -1 in slots):
                     page = case.page_table[lane, lanes.num_slots + block % RING].item()
                     case.put(lane, head, free[0], block, case.kv[page, head])
-    case.retire(retiring, wanted, entries)
+    case.retire(retire, retiring, wanted, entries)
     case.check()
 
 
-def test_padding_and_lanes_that_keep_their_ring_are_left_alone(device, dtype):
+@BOTH_RETIRE
+def test_padding_and_lanes_that_keep_their_ring_are_left_alone(retire, device, dtype):
     case = Case(Lanes(1), device, dtype)
     everything = [[set(range(20))] * 2] * 3
-    case.retire([7, -1, -1], everything, [-1, 2, 0])
+    case.retire(retire, [7, -1, -1], everything, [-1, 2, 0])
     case.check()
 
 
-def test_block_0_is_kept_though_it_is_not_ranked(device, dtype):
+@BOTH_RETIRE
+def test_block_0_is_kept_though_it_is_not_ranked(retire, device, dtype):
     lanes = Lanes(0, num_lanes=1, kv_heads=1, num_slots=1)
     lanes.slot_block, lanes.ring_start = [[[-1]]], [0]
     case = Case(lanes, device, dtype)
     case.put(0, 0, 0, 0, case.kv[case.page_table[0, 1].item(), 0])
-    case.retire([0], [[set()]], [0])
+    case.retire(retire, [0], [[set()]], [0])
     case.check()
 
 
@@ -186,7 +224,7 @@ def test_pages_and_host_blocks_past_two_billion_elements_are_found(device):
         return torch.tensor(values, dtype=dtype, device=device)
 
     maps = SlotMaps(*(torch.full((1, kv_heads, size), -1, dtype=torch.int32, device=device) for size in (1, 1, 4)))
-    plan = FetchPlan(ints([[[3]]] * 1).expand(1, kv_heads, 1), ints([[[0]]]).expand(1, kv_heads, 1), ints([]))
+    plan = FetchPlan(ints([[[3]] * kv_heads]), ints([[[0]] * kv_heads]), ints([]))
     table = ints([[big - 1, 0, 1, 2]])
     step, lanes = ints([1]), ints([0], torch.int64)
     fetch_blocks(plan, maps, lanes, step, host, 0, ints([[0, 0, 0, big - 1]]), kv, table)

@@ -7,11 +7,21 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.build_digests import build_digests
-from minserve.kernels.score_blocks import score_blocks, top_scores, wanted_blocks
+from minserve.kernels.score_blocks import (
+    score_blocks,
+    score_blocks_reference,
+    score_blocks_triton,
+    top_scores,
+    wanted_blocks,
+    wanted_blocks_reference,
+    wanted_blocks_triton,
+)
 
 from .working_sets import first_wanted
 
 INF = float("inf")
+BOTH_SCORE = pytest.mark.parametrize("score", [score_blocks_reference, score_blocks_triton])
+BOTH_WANT = pytest.mark.parametrize("want", [wanted_blocks_reference, wanted_blocks_triton])
 
 
 def random_case(seed, device, dtype, *, kv_heads=2, group=3, head_dim=4, num_blocks=9):
@@ -43,55 +53,97 @@ def expected(queries, digests, table, lanes, end):
     return scores
 
 
+@BOTH_SCORE
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 3), (3, 4), (1, 8)])
-def test_a_score_is_the_sum_of_bounds_and_only_ranked_blocks_have_one(seed, kv_heads, group, device, dtype):
+def test_a_score_is_the_sum_of_bounds_and_only_ranked_blocks_have_one(score, seed, kv_heads, group, device, dtype):
     case = random_case(seed, device, dtype, kv_heads=kv_heads, group=group)
-    scores = score_blocks(*case)
+    scores = score(*case)
     assert scores.shape == (4, 2, kv_heads, 9)
     assert scores.flatten().tolist() == expected(*case)
 
 
+@BOTH_SCORE
+@pytest.mark.parametrize(
+    ("num_blocks", "kv_heads", "group", "head_dim"), [(33, 2, 3, 64), (97, 1, 8, 128), (32, 3, 1, 96)]
+)
+def test_scores_of_any_number_of_blocks_are_those_in_higher_precision(
+    score, num_blocks, kv_heads, group, head_dim, device, dtype
+):
+    torch.manual_seed(num_blocks)
+    queries = torch.randn(2, 2, kv_heads * group, head_dim, device=device).to(dtype)
+    digests = torch.randn(num_blocks, kv_heads, 2, head_dim, device=device).sort(dim=2).values.to(dtype)
+    table = torch.stack([torch.randperm(num_blocks, dtype=torch.int32) for _ in range(2)]).to(device)
+    lanes, end = torch.tensor([1, 0], device=device), torch.tensor([num_blocks, num_blocks - 2], device=device)
+    found = score(queries, digests, table, lanes, end).double()
+    for entry, lane in enumerate(lanes.tolist()):
+        q = queries[entry].double().view(2, kv_heads, group, 1, 1, head_dim)
+        bounds = (q * digests.double()[table[lane].long()].transpose(0, 1)[None, :, None]).amax(dim=4).sum(dim=(2, 4))
+        ranked = slice(1, end[entry].item())
+        assert torch.allclose(found[entry][..., ranked], bounds[..., ranked], rtol=1e-5, atol=1e-3)
+
+
+@BOTH_SCORE
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_score_bounds_the_products_with_all_keys_of_the_block(head_dim, device):
+def test_a_score_bounds_the_products_with_all_keys_of_the_block(score, head_dim, device):
     kv = torch.randn(6, 2, 2, BLOCK_SIZE, head_dim, device=device)
     digests, queries = torch.empty(6, 2, 2, head_dim, device=device), torch.randn(1, 2, 6, head_dim, device=device)
     places = torch.arange(6, device=device)
     build_digests(kv, digests, places, places)
     lanes, end = torch.tensor([0], device=device), torch.tensor([6], device=device)
-    scores = score_blocks(queries, digests, places[None].int(), lanes, end)[0]
+    scores = score(queries, digests, places[None].int(), lanes, end)[0]
     # [rows, kv_heads, blocks, 16]: the group's sum of q . k for each key.
     products = torch.einsum("rhgd,bhtd->rhbt", queries[0].view(2, 2, 3, head_dim), kv[:, :, 0])
     assert bool((scores[..., 1:] >= products.amax(dim=-1)[..., 1:] - 1e-3).all())
 
 
-def test_a_sum_that_is_no_number_is_ranked_last_but_ranked(device):
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
+@BOTH_SCORE
+def test_a_sum_that_is_no_number_is_ranked_last_but_ranked(score, device):
     queries = torch.ones(1, 2, 1, 4, device=device)
-    digests = torch.zeros(4, 1, 2, 4, device=device)
+    digests = torch.zeros(5, 1, 2, 4, device=device)
     digests[2] = torch.nan
     digests[3] = -INF
-    table = torch.tensor([[0, 2, 1, 3]], dtype=torch.int32, device=device)
-    scores = score_blocks(queries, digests, table, torch.tensor([0], device=device), torch.tensor([4], device=device))
-    assert wanted_blocks(scores, 1)[0, 0, 0].tolist() == [False, False, True, False]
-    assert wanted_blocks(scores, 3)[0, 0, 0].tolist() == [False, True, True, True]
+    digests[4] = INF
+    table = torch.tensor([[0, 2, 1, 3, 4]], dtype=torch.int32, device=device)
+    scores = score(queries, digests, table, torch.tensor([0], device=device), torch.tensor([4], device=device))
+    assert wanted_blocks(scores, 1)[0, 0, 0].tolist() == [False, False, True, False, False]
+    assert wanted_blocks(scores, 3)[0, 0, 0].tolist() == [False, True, True, True, False]
+    scores = score(queries, digests, table, torch.tensor([0], device=device), torch.tensor([5], device=device))
+    assert scores[0, 0, 0, 1:].isfinite().all()
 
 
-def test_the_first_columns_of_a_wide_table_are_enough(device):
+@BOTH_SCORE
+def test_the_first_columns_of_a_wide_table_are_enough(score, device):
     queries, digests, table, lanes, _ = random_case(3, device, torch.float32)
     end = torch.full_like(lanes, 5)
-    narrow = score_blocks(queries, digests, table[:, :5], lanes, end)
-    assert torch.equal(narrow, score_blocks(queries, digests, table, lanes, end)[..., :5])
+    narrow = score(queries, digests, table[:, :5], lanes, end)
+    assert torch.equal(narrow, score(queries, digests, table, lanes, end)[..., :5])
 
 
+@BOTH_WANT
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 7, 30])
 @pytest.mark.parametrize("values", [1, 2, 100])
-def test_exactly_the_best_are_wanted_and_of_equal_ones_the_lower_blocks(count, values, device):
+def test_exactly_the_best_are_wanted_and_of_equal_ones_the_lower_blocks(want, count, values, device):
     chance = random.Random(count)
-    rows = [[float(chance.randrange(-values, values)) for _ in range(7)] for _ in range(20)]
+    rows = [[float(chance.randrange(-values, values)) for _ in range(7)] for _ in range(8)]
     rows = [[score if chance.random() < 0.8 else -INF for score in row] for row in rows] + [[-INF] * 7]
-    found = wanted_blocks(torch.tensor(rows, device=device).view(3, 7, 7), count).view(21, 7).tolist()
+    found = want(torch.tensor(rows, device=device).view(3, 3, 7), count).view(9, 7).tolist()
     for scores, wanted in zip(rows, found):
         assert {block for block, is_wanted in enumerate(wanted) if is_wanted} == first_wanted(scores, count)
+
+
+@BOTH_WANT
+@pytest.mark.parametrize("num_blocks", [1, 16, 33, 1000])
+def test_as_many_are_wanted_as_there_can_be_in_rows_of_any_length(want, num_blocks, device):
+    chance = torch.Generator().manual_seed(num_blocks)
+    rows = torch.randn(4, num_blocks, generator=chance) * torch.tensor([[1.0], [1e-30], [1e30], [0.0]])
+    rows[3, ::3] = -0.0  # equal to the others
+    rows[1, 1::5] = -INF
+    for count in (1, num_blocks // 2, num_blocks - 1):
+        wanted = want(rows.to(device), count).tolist()
+        for scores, found in zip(rows.tolist(), wanted):
+            assert {block for block, is_wanted in enumerate(found) if is_wanted} == first_wanted(scores, count)
 
 
 def test_the_threshold_is_the_last_score_that_is_wanted(device):
@@ -112,3 +164,16 @@ def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     ):
         with pytest.raises(AssertionError):
             score_blocks(*wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_digests_past_two_billion_elements_are_found(device):
+    kv_heads, head_dim = 8, 128
+    num_places = 2**31 // (kv_heads * 2 * head_dim) + 2
+    digests = torch.empty(num_places, kv_heads, 2, head_dim, dtype=torch.bfloat16, device=device)
+    digests[-1] = 1.0
+    queries = torch.ones(1, 2, 4 * kv_heads, head_dim, dtype=torch.bfloat16, device=device)
+    table = torch.tensor([[0, num_places - 1]], dtype=torch.int32, device=device)
+    scores = score_blocks(queries, digests, table, torch.tensor([0], device=device), torch.tensor([2], device=device))
+    assert scores[..., 1].eq(4.0 * head_dim).all()

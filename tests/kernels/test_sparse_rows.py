@@ -8,10 +8,21 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.decode_attention import decode_attention_reference, decode_attention_triton, decode_batch
-from minserve.kernels.sparse_rows import RING, advance_ring, sparse_attention_reference, sparse_rows
+from minserve.kernels.sparse_rows import (
+    RING,
+    advance_ring,
+    advance_ring_reference,
+    advance_ring_triton,
+    sparse_attention_reference,
+    sparse_rows,
+    sparse_rows_reference,
+    sparse_rows_triton,
+)
 
 from .working_sets import Lanes, blocks_of_text, pages_for
 
+BOTH_ADVANCE = pytest.mark.parametrize("advance", [advance_ring_reference, advance_ring_triton])
+BOTH_ROWS = pytest.mark.parametrize("sparse_rows", [sparse_rows_reference, sparse_rows_triton])
 ATTENTIONS = pytest.mark.parametrize("attend", [decode_attention_reference, decode_attention_triton])
 
 
@@ -19,29 +30,27 @@ def ints(values, device, dtype=torch.int64):
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def test_the_ring_follows_a_step_behind_and_says_what_leaves_it(device):
+@BOTH_ADVANCE
+def test_the_ring_follows_a_step_behind_and_says_what_leaves_it(advance, device):
     num_tokens = ints([1, 33, 48, 49, 49, 500], device)
     ring_start = ints([0, 0, 0, 1, 2, 3], device)
     sparse = ints([True] * 5 + [False], device, torch.bool)
-    ring = advance_ring(num_tokens, ring_start, sparse, ints([5, 3, -1, 0, 1, 2, 4], device))
+    ring = advance(num_tokens, ring_start, sparse, ints([5, 3, -1, 0, 1, 2, 4], device), BLOCK_SIZE)
     assert ring.start.tolist() == [0, 1, 0, 0, 0, 0, 2]
     assert ring.next_start.tolist() == [0, 2, 0, 0, 1, 1, 2]
     assert ring.retiring.tolist() == [-1, 1, -1, -1, 0, 0, -1]
     assert ring_start.tolist() == [0, 1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize(("num_tokens", "start", "next_start"), [(200, 1, 2), (200, 10, 11), (200, 11, 11), (1, 0, 0)])
-def test_at_most_one_block_leaves_in_a_step_and_none_comes_back(num_tokens, start, next_start, device):
+@BOTH_ADVANCE
+@pytest.mark.parametrize(
+    ("num_tokens", "start", "next_start"), [(200, 1, 2), (200, 10, 11), (200, 11, 11), (20, 4, 4), (1, 0, 0), (0, 0, 0)]
+)
+def test_at_most_one_block_leaves_in_a_step_and_none_comes_back(advance, num_tokens, start, next_start, device):
     ring_start, lanes = ints([start], device), ints([0], device)
-    ring = advance_ring(ints([num_tokens], device), ring_start, lanes == 0, lanes)
+    ring = advance(ints([num_tokens], device), ring_start, lanes == 0, lanes, BLOCK_SIZE)
     assert (ring.next_start.tolist(), ring_start.tolist()) == ([next_start], [next_start])
     assert ring.retiring.tolist() == [start if next_start > start else -1]
-
-
-def test_a_ring_that_is_ahead_stays(device):
-    ring_start, lanes = ints([4], device), ints([0], device)
-    assert advance_ring(ints([20], device), ring_start, lanes == 0, lanes).retiring.tolist() == [-1]
-    assert ring_start.tolist() == [4]
 
 
 @pytest.mark.parametrize(("accepted", "drafts"), [(0, 0), (1, 1), (7, 8), (7, 7), (3, 8)])
@@ -77,7 +86,7 @@ class Batch:
         self.q = torch.randn(count * rows, kv_heads * group, head_dim, device=device).to(dtype)
         self.device = device
 
-    def sparse_rows(self):
+    def sparse_rows(self, sparse_rows=sparse_rows):
         places = [self.place(lane, self.first[lane] + row) for lane in self.entries for row in range(self.rows)]
         # What step_inputs says of a sparse row's place is wrong, but for -1.
         wrong = [
@@ -87,7 +96,8 @@ class Batch:
         arguments = (ints(self.lengths, self.device), ints(wrong, self.device), self.page_table)
         sparse = ints(self.lanes.sparse, self.device, torch.bool)
         start = ints([self.lanes.start(lane) for lane in self.entries], self.device)
-        return places, sparse_rows(*arguments, sparse, ints(self.entries, self.device), start, self.num_slots)
+        lanes = ints(self.entries, self.device)
+        return places, sparse_rows(*arguments, sparse, lanes, start, self.num_slots, BLOCK_SIZE)
 
     def is_sparse(self, entry):
         return self.entries[entry] >= 0 and self.lanes.sparse[self.entries[entry]]
@@ -125,10 +135,11 @@ class Batch:
         return out
 
 
+@BOTH_ROWS
 @pytest.mark.parametrize("seed", range(12))
-def test_every_row_is_told_its_keys_in_an_order_and_where_its_own_goes(seed, device, dtype):
+def test_every_row_is_told_its_keys_in_an_order_and_where_its_own_goes(sparse_rows, seed, device, dtype):
     batch = Batch(seed, device, dtype, rows=1 + seed % 3)
-    places, rows = batch.sparse_rows()
+    places, rows = batch.sparse_rows(sparse_rows)
     assert rows.places.tolist() == places
     assert rows.entries.tolist() == [entry if lane >= 0 else -1 for entry, lane in enumerate(batch.entries)]
     for n, length in enumerate(rows.lengths.tolist()):
@@ -179,12 +190,27 @@ def assert_close(out, expected, dtype):
     assert torch.allclose(out.cpu().double()[real], expected[real], atol=tolerance, rtol=tolerance)
 
 
-def test_rows_that_see_nothing_stay_so(device):
+@BOTH_ROWS
+def test_a_table_of_more_columns_than_a_program_takes(sparse_rows, device):
+    num_slots, start, columns = 5, 2, 1100
+    table = pages_for(2, columns, device)
+    lanes, sparse = ints([1, 0], device), ints([False, True], device, torch.bool)
+    lengths = ints([start * BLOCK_SIZE + 20, 1090 * BLOCK_SIZE], device)
+    rows = sparse_rows(lengths, ints([0, 7], device), table, sparse, lanes, ints([start, 0], device), 5, BLOCK_SIZE)
+    assert torch.equal(rows.page_table[1], table[0])
+    ring = [num_slots + block % RING for block in (start, start + 1, start + 2)]
+    assert rows.page_table[0, : start + RING].tolist() == table[1, [0, 1, *ring]].tolist()
+    assert rows.lengths.tolist() == lengths.tolist(), "while no slot is filled twice, nothing is left out"
+    assert rows.places.tolist() == [table[1, num_slots + 3 % RING].item() * BLOCK_SIZE + 3, 7]
+
+
+@BOTH_ROWS
+def test_rows_that_see_nothing_stay_so(sparse_rows, device):
     batch = Batch(1, device, torch.float32, rows=1)
     nobody = torch.full((4,), -1, device=device)
     zeros = torch.zeros_like(nobody)
     sparse = ints(batch.lanes.sparse, device, torch.bool)
-    rows = sparse_rows(zeros, nobody, batch.page_table, sparse, nobody, zeros, 5)
+    rows = sparse_rows(zeros, nobody, batch.page_table, sparse, nobody, zeros, 5, BLOCK_SIZE)
     assert (rows.lengths.tolist(), rows.places.tolist(), rows.entries.tolist()) == ([0] * 4, [-1] * 4, [-1] * 4)
     slot_block = batch.lanes.maps(device).slot_block
     out = sparse_attention_reference(batch.q, batch.kv, batch.page_table, slot_block, nobody, zeros, zeros)

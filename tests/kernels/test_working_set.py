@@ -4,6 +4,7 @@ Keys, values and queries are small integers. So scores are exact, many are equal
 holds: it is compared with the text's own keys and values, of which the test keeps a plain copy.
 """
 
+import copy
 import random
 
 import pytest
@@ -18,6 +19,7 @@ from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks, wante
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
 from minserve.kernels.sparse_rows import RING, advance_ring, sparse_attention_reference, sparse_rows
 from minserve.kernels.step_inputs import step_inputs_reference
+from minserve.kernels.store_blocks import store_blocks
 
 from .working_sets import assert_consistent, first_wanted, pages_for
 
@@ -86,7 +88,8 @@ class Server:
 
     def background(self, ring, q):
         """Rank, select, fetch and retire: (queries of the lookahead row, plan)."""
-        queries = q.view(len(LANES), 1 + DRAFTS, KV_HEADS * GROUP, HEAD_DIM)[:, [DRAFTS, 0]].contiguous()
+        rows = q.view(len(LANES), 1 + DRAFTS, KV_HEADS * GROUP, HEAD_DIM)
+        queries = torch.stack((rows[:, DRAFTS], rows[:, 0]), dim=1)
         scores = score_blocks(queries, self.digests, self.host_table, self.lanes, ring.next_start)
         wanted = wanted_blocks(scores, self.num_slots - 1)
         plan = select_blocks(
@@ -221,6 +224,42 @@ def test_with_caps_maps_and_pages_agree_and_traffic_is_bounded(cap, allowance, d
     assert (fetched > 0) == (cap > 0 and allowance > 0)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("cap", "allowance"), [(1, 1000), (2, 3), (16, 1000)])
+def test_a_captured_background_with_pinned_host_blocks_equals_the_cpu(cap, allowance, device):
+    server = Server(torch.device("cpu"), 4, cap, allowance)
+    mirror = copy.copy(server)
+    for name, value in vars(server).items():
+        if isinstance(value, torch.Tensor):
+            setattr(mirror, name, value.to(device))
+    mirror.maps = SlotMaps(*(table.to(device) for table in server.maps))
+    mirror.host = server.host.clone().pin_memory()
+    q = torch.zeros(len(LANES) * (1 + DRAFTS), KV_HEADS * GROUP, HEAD_DIM, device=device)
+
+    def background():
+        ring = advance_ring(mirror.num_tokens, mirror.ring_start, mirror.sparse, mirror.lanes)
+        return mirror.background(ring, q)[1]
+
+    background()  # compiles; with a token and no block in each lane, only the clock goes on
+    mirror.step.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = background()
+
+    while server.num_tokens.max() <= (MAX_BLOCKS - 1) * BLOCK_SIZE:
+        ring = advance_ring(server.num_tokens, server.ring_start, server.sparse, server.lanes)
+        queries, _, _ = server.attend(ring)
+        q.copy_(queries)
+        for name in ("num_tokens", "digests", "kv", "host"):
+            getattr(mirror, name).copy_(getattr(server, name))
+        graph.replay()
+        _, expected = server.background(ring, queries)
+        for found, wanted in zip((*plan, *mirror.maps, mirror.kv), (*expected, *server.maps, server.kv)):
+            assert torch.equal(found.cpu(), wanted)
+        server.accept()
+
+
 def test_no_operation_looks_at_what_tensors_hold():
     """As in a CUDA graph: tensors that hold nothing are enough, and every shape is known."""
 
@@ -249,3 +288,4 @@ def test_no_operation_looks_at_what_tensors_hold():
     assert isinstance(plan, FetchPlan)
     fetch_blocks(plan, maps, lanes, step, host, 1, host_table, kv, table)
     retire_block(ring.retiring, wanted[:, 0], maps, lanes, step, kv, table)
+    store_blocks(torch.empty(2, *kv.shape, device="meta"), host, lanes, lanes)

@@ -3,12 +3,12 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from minserve.config import BLOCK_SIZE
 from minserve.engine.request import Status
 from minserve.engine.reserve import PrefillReserve
 from minserve.engine.scheduler import Scheduler
 from minserve.memory.blocks import BlockManager
 from minserve.memory.hashing import BlockHasher
+from minserve.memory.host_refs import HostRefs
 from minserve.memory.host_tier import HostTier
 from minserve.memory.pool import PlacePool
 from tests.sim.device import Device
@@ -58,7 +58,7 @@ def no_quarantine():
 @bug("quarantine ends one step early")
 def short_quarantine():
     original = PlacePool.end_step
-    return PlacePool, "end_step", lambda self, step: original(self, step + 1)
+    return PlacePool, "end_step", lambda self, step: original(self, step + 2)
 
 
 @bug("a hash is published before its block is durable")
@@ -129,7 +129,7 @@ def leak_on_abort():
 @bug("the oldest request gives way")
 def livelock():
     original = Scheduler._preempt
-    return Scheduler, "_preempt", lambda self, request: original(self, self._running[0])
+    return Scheduler, "_preempt", lambda self, _, decisions: original(self, self.running[0], decisions)
 
 
 @bug("a block counts as full one token early")
@@ -153,7 +153,7 @@ def early_resume():
     original = BlockManager.open
 
     def open_(self, request_id, *args, **kwargs):
-        saved = self._suspended.get(request_id)
+        saved = self._refs.suspended.get(request_id)
         if saved is not None and saved.partial is not None:
             saved.partial.ready = True
         return original(self, request_id, *args, **kwargs)
@@ -163,15 +163,15 @@ def early_resume():
 
 @bug("what was saved is resumed at the wrong place")
 def wrong_place():
-    original = BlockManager._resume
+    original = HostRefs.resume
 
     def resume(self, request_id, table, num_found):
-        saved = self._suspended.get(request_id)
+        saved = self.suspended.get(request_id)
         if saved is not None:
             saved.partial_at = num_found
         return original(self, request_id, table, num_found)
 
-    return BlockManager, "_resume", resume
+    return HostRefs, "resume", resume
 
 
 @bug("a request runs before its pages are loaded")
@@ -189,8 +189,9 @@ def failed_load():
 def no_salt():
     original = BlockHasher.extend
 
-    def extend(self, keys, token_ids, num_tokens, salt):
-        original(self, keys, token_ids, num_tokens, "")
+    def extend(self, chain, *args):
+        chain.salt = ""
+        original(self, chain, *args)
 
     return BlockHasher, "extend", extend
 
@@ -199,10 +200,10 @@ def no_salt():
 def partial_tail():
     original = BlockHasher.extend
 
-    def extend(self, keys, token_ids, num_tokens, salt):
-        original(self, keys, token_ids, num_tokens - num_tokens % BLOCK_SIZE, salt)
-        if len(keys) > 1:
-            keys[-1] = self._digest(keys[-2], b"tail")
+    def extend(self, chain, token_ids, num_tokens):
+        original(self, chain, token_ids, num_tokens)
+        if len(chain.keys) > 1:
+            chain.keys[-1] = self._digest(chain.keys[-2], b"tail")
 
     return BlockHasher, "extend", extend
 
@@ -224,9 +225,9 @@ def no_lane_quarantine():
     original = Scheduler._leave_lane
 
     def leave_lane(self, request):
-        self._last_step, last_step = 0, self._last_step
+        self._launches.last_step, last_step = 0, self._launches.last_step
         original(self, request)
-        self._last_step = last_step
+        self._launches.last_step = last_step
 
     return Scheduler, "_leave_lane", leave_lane
 
@@ -307,10 +308,8 @@ def failed_load_found():
 
 @bug("who shares a page does not wait for its load")
 def impatient():
-    original = HostTier.is_loading
-
     def is_loading(self, page):
-        return original(self, page) and self._pages.num_holders(page) <= 2
+        return page in self._loading and self._pages.num_holders(page) <= 2
 
     return HostTier, "is_loading", is_loading
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from minserve.config import BLOCK_SIZE
 from tests.sim.device import VOCAB, Link
+from tests.sim.sparse_traffic import reload_actions, sparse_actions, sparse_machine
 from tests.sim.world import World
 
 Action = tuple
@@ -37,6 +38,8 @@ def make_scenario(seed):
     """Small machines, so that pages run out; few prefixes, so that they repeat; lengths at the edges of blocks."""
     if seed % 8 == 7:
         return _churn(seed)
+    if seed % 4 == 2:
+        return _sparse(seed)
     rng = random.Random(seed)
     num_pages = rng.randint(4, 12)
     machine = {
@@ -77,6 +80,23 @@ def _churn(seed):
         if steps := rng.choice([0, 0, 1, 2, 5]):
             actions.append(("step", steps))
     return Scenario(seed, machine, Link(seed=seed // 8, max_delay=20), tuple(actions))
+
+
+def _sparse(seed):
+    """Requests become sparse, when others need their pages or of their own accord."""
+    rng = random.Random(seed)
+    machine = sparse_machine(rng)
+    link = Link(
+        seed=seed,
+        max_delay=rng.choice([1, 1, 3, 20]),
+        failure_rate=rng.choice([0.0, 0.0, 0.1, 0.4]),
+        repeat_rate=rng.choice([0.0, 0.2]),
+    )
+    longest = (machine["num_pages"] - machine["prefill_reserve"]) * BLOCK_SIZE
+    if seed % 8 == 2:
+        return Scenario(seed, machine, link, tuple(sparse_actions(rng, longest)))
+    machine |= {"num_host_blocks": 100, "prefill_reserve": 0, "run_ahead": 1, "max_num_seqs": 8}
+    return Scenario(seed, machine, replace(link, failure_rate=0.0), tuple(reload_actions(rng, longest)))
 
 
 def _actions(rng, prefixes, longest, storm):

@@ -2,7 +2,8 @@
 
 import pytest
 
-import tests.sim.draft_bugs  # noqa: F401 (they register themselves)
+import tests.sim.draft_bugs
+import tests.sim.sparse_bugs  # noqa: F401 (they register themselves)
 from tests.sim.bugs import BUGS, planted
 from tests.sim.simulation import make_scenario, shrink, simulate, violation
 

@@ -12,9 +12,10 @@ from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import StepResult
 from minserve.engine.request import Status
 from minserve.engine.scheduler import Scheduler
+from minserve.engine.sparse_rules import SparseRules
 from minserve.memory.blocks import BlockManager
 from minserve.protocol import SamplingParams, Submit
-from tests.sim.device import VOCAB, Device, Link, next_token, prompt_logprob
+from tests.sim.device import MARK, VOCAB, Device, Link, Own, next_token, prompt_logprob
 
 END_TOKEN = 0
 
@@ -75,6 +76,7 @@ class World:
     num_drafts: int = 0
     run_ahead: int = 0
     late_steps: bool = True
+    sparse: SparseRules | None = None
     link: Link = field(default_factory=Link)
 
     def __post_init__(self):
@@ -96,6 +98,7 @@ class World:
             prefill_reserve=self.prefill_reserve,
             chunk_step=self.chunk_step,
             drafts=ChangingLengths(self.num_drafts, self.link.seed),
+            sparse=self.sparse,
         )
         self.in_flight = deque()
         self.plans = []
@@ -104,22 +107,28 @@ class World:
         self.forgotten = set()
         self.before_clear = set()
         self.texts = {}
+        self.marks = {"exact": 0}
+        self.were_sparse = set()
+        self.usage = {}
+        self.most_running = self.most_pages = 0
         self.outputs = {}
         self.ends = {}
         self.cached = {}
         self.cached_host = {}
 
-    def submit(self, request_id, prompt, max_tokens=8, salt="", **params):
+    def submit(self, request_id, prompt, max_tokens=8, salt="", sparse=None, **params):
         submit = Submit(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             params=SamplingParams(max_tokens=max_tokens, temperature=0.0, **params),
             cache_salt=salt,
+            sparse=sparse,
         )
         self.scheduler.add(submit)
         if request_id in self.submitted:
             self.replaced.append(self.submitted[request_id])
         self.submitted[request_id] = submit
+        self.were_sparse.discard(request_id)
         self.texts[request_id] = Text(submit.prompt_token_ids)
         self.outputs[request_id] = []
 
@@ -133,12 +142,23 @@ class World:
         self.forgotten = set(self.ends)
         self.before_clear = self.submitted.keys() - self.ends.keys()
 
+    def _own(self, request):
+        """What its lane should hold."""
+        chain = request.chain
+        exact_to = None if chain.sparse_from is None else chain.sparse_from * BLOCK_SIZE
+        policy = chain.policy if chain.sparse_from is not None else "exact"
+        return Own(self.texts[request.id], exact_to, MARK * self.marks.setdefault(policy, len(self.marks)))
+
     def step(self):
+        if not self.in_flight:
+            self.device.run_background()
         plan = self._schedule()
         if not plan.is_empty:
             self.device.prepare(plan)
             self.plans.append(plan)
-            texts = {request.lane: self.texts[request.id] for request in self.scheduler.running}
+            names = {request.lane: request.id for request in self.scheduler.running}
+            self.were_sparse.update(names[demotion.lane] for demotion in plan.demotions)
+            texts = {request.lane: self._own(request) for request in self.scheduler.running}
             self.in_flight.append(Launched(plan, texts))
             if not self.late_steps:
                 self._catch_up(0)
@@ -154,6 +174,7 @@ class World:
     def _schedule(self):
         reserve = self.scheduler._reserve
         before, user = self._running_sizes(), reserve.user
+        sparse = {request for request in before if request.policy is not None}
         prompt_done = user is not None and user.is_decoding and not user.wants_no_more
         plan = self.scheduler.schedule()
         self.scheduler.check()
@@ -161,12 +182,20 @@ class World:
         in_reserve = {user, reserve.user}
         gave_way = [request for request in before if request.status is Status.WAITING]
         if self.link.failure_rate == 0:  # else they may wait because a load failed
-            stayed = [request.arrival for request in before.keys() & after.keys() - in_reserve]
-            assert all(request.arrival > max(stayed, default=0) for request in gave_way), "not the youngest gave way"
+            stayed = before.keys() & after.keys() - in_reserve
+            if sparse.issuperset(gave_way) and not self.blocks.num_host_available:
+                stayed &= sparse  # it was for a host block: resident requests have none to give
+            oldest = max((request.arrival for request in stayed), default=0)
+            assert all(request.arrival > oldest for request in gave_way), "not the youngest gave way"
         if in_reserve == {None} and any(size > before.get(request, 0) for request, size in after.items()):
             assert self.blocks.num_available >= self.prefill_reserve, "a page of the reserve was taken"
-        assert reserve.user is None or reserve.user.num_output_tokens == 0, "the reserve is for prompts"
-        assert not prompt_done or reserve.user is not user, "a request stays in the reserve"
+        becomes_sparse = user is not None and self.scheduler._sparsity.takes_part(user)
+        assert reserve.user is None or reserve.user.num_output_tokens == 0 or becomes_sparse, (
+            "the reserve is for prompts"
+        )
+        assert not prompt_done or reserve.user is not user or becomes_sparse, "a request stays in the reserve"
+        self.most_running = max(self.most_running, len(after))
+        self.most_pages = max(self.most_pages, self.blocks.num_held)
         return plan
 
     def _running_sizes(self):
@@ -188,7 +217,9 @@ class World:
             self.cached[delta.request_id] = delta.cached_tokens
             self.cached_host[delta.request_id] = delta.cached_host_tokens
         if delta.finish_reason is not None:
+            assert (delta.sparse is not None) == (delta.request_id in self.were_sparse), "usage of what was not sparse"
             self.ends[delta.request_id] = delta.finish_reason
+            self.usage[delta.request_id] = delta.sparse
 
     def _check_prompt_logprobs(self, delta):
         """The first delta has them all, each of its own position."""
@@ -238,7 +269,7 @@ class World:
         for _ in range(self.link.max_delay + 1):
             self.step()
         assert self.blocks.num_copies == 0
-        kept = self.blocks._tables.keys() | self.blocks._suspended.keys()
+        kept = self.blocks._tables.keys() | self.blocks._refs.suspended.keys()
         assert not kept, "something is kept of a request that has ended"
         assert self.blocks.num_available == self.num_pages, "pages are still held"
         assert self.blocks.num_host_held == 0, "host blocks are still held"

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from minserve.config import BLOCK_SIZE
 from minserve.memory.blocks import BlockManager, blocks_for
 from minserve.memory.copies import SyncCopies
+from minserve.memory.hashing import KeyChain
 
 
 def manager(num_pages=8, prefix_caching=True, num_host_blocks=0, secret=b"secret"):
@@ -18,7 +19,7 @@ def manager(num_pages=8, prefix_caching=True, num_host_blocks=0, secret=b"secret
 
 def opened(blocks, request_id, tokens, salt=""):
     """Open a request: how many of its tokens were cached, or None."""
-    cached = blocks.open(request_id, tokens, salt, [])
+    cached = blocks.open(request_id, tokens, KeyChain(salt))
     return None if cached is None else cached.num_tokens
 
 
@@ -122,19 +123,19 @@ def test_tenants_with_different_salts_share_nothing():
 def test_different_secrets_give_different_keys():
     keys = []
     for secret in (b"one", b"two"):
-        own = []
+        own = KeyChain()
         blocks = manager(secret=secret)
-        blocks.open("a", list(range(BLOCK_SIZE + 1)), "", own)
-        keys.append(own)
+        blocks.open("a", list(range(BLOCK_SIZE + 1)), own)
+        keys.append(own.keys)
     assert keys[0] != keys[1]
 
 
 def test_running_requests_share_the_pages_of_a_common_prefix():
     blocks = manager()
     tokens = list(range(2 * BLOCK_SIZE + 3))
-    blocks.open("a", tokens, "", [])
+    blocks.open("a", tokens, KeyChain())
     blocks.publish("a", tokens, len(tokens))
-    blocks.open("b", tokens, "", [])
+    blocks.open("b", tokens, KeyChain())
     assert blocks.pages("a")[:2] == blocks.pages("b")[:2]
     assert blocks.pages("a")[2] != blocks.pages("b")[2]
     blocks.close("a", 0)
@@ -144,7 +145,7 @@ def test_running_requests_share_the_pages_of_a_common_prefix():
 def test_blocks_that_are_not_published_are_not_found():
     blocks = manager()
     tokens = list(range(2 * BLOCK_SIZE + 1))
-    blocks.open("a", tokens, "", [])
+    blocks.open("a", tokens, KeyChain())
     blocks.publish("a", tokens, BLOCK_SIZE + 3)
     assert opened(blocks, "b", tokens) == BLOCK_SIZE
 
@@ -158,7 +159,7 @@ def test_without_prefix_caching_nothing_is_found():
 
 def test_a_request_that_would_have_to_give_way_at_its_next_block_is_not_let_in():
     blocks = manager(num_pages=4)
-    blocks.open("a", [0] * BLOCK_SIZE, "", [])
+    blocks.open("a", [0] * BLOCK_SIZE, KeyChain())
     assert opened(blocks, "b", [1] * (3 * BLOCK_SIZE)) is None
     assert opened(blocks, "b", [1] * (2 * BLOCK_SIZE)) == 0
 
@@ -172,7 +173,7 @@ def test_a_request_alone_may_take_every_page():
 def test_cleared_prefixes_are_not_found_and_pages_in_use_stay():
     blocks = manager()
     tokens = list(range(2 * BLOCK_SIZE + 1))
-    blocks.open("a", tokens, "", [])
+    blocks.open("a", tokens, KeyChain())
     blocks.publish("a", tokens, len(tokens))
     blocks.clear_cache()
     blocks.check()

@@ -79,7 +79,7 @@ def test_every_flag_of_the_processes_reaches_their_configuration(tmp_path):
         *["--model", "org/name", "--served-model-name", "a", "b"],
         *["--api-key", "k1", "k2", "--api-key", "k3"],
         *["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-num-waiting", "5"],
-        *["--reasoning-parser", "deepseek_r1", "--max-request-bytes", "1MiB", "--shutdown-timeout", "2.5"],
+        *["--reasoning-parser", "deepseek_r1", "--max-request-bytes", "1MiB", "--no-page", "--shutdown-timeout", "2.5"],
         *["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--max-model-len", "64k"],
         *["--max-num-seqs", "7", "--max-num-batched-tokens", "512", "--kv-cache-memory", "8GiB"],
         *["--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching", "--seed", "3", "-tp", "1"],
@@ -88,6 +88,7 @@ def test_every_flag_of_the_processes_reaches_their_configuration(tmp_path):
     assert server.served_model_names == ("a", "b")
     assert (server.api_keys, server.tool_call_parser) == (("k1", "k2", "k3"), "hermes")
     assert server.reasoning_parser == "deepseek_r1"
+    assert server.page is False
     assert (server.max_num_waiting, server.max_request_bytes, server.shutdown_timeout_s) == (5, 2**20, 2.5)
     assert (engine.load_format, engine.dtype, engine.device) == ("dummy", "float32", "cpu")
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (64_000, 7, 512)

@@ -5,6 +5,7 @@ import random
 from minserve.config import BLOCK_SIZE
 from minserve.memory.blocks import BlockManager
 from minserve.memory.copies import Copy, DelayedCopies, SyncCopies
+from minserve.memory.hashing import KeyChain
 from tests.sim.world import Link, World
 
 
@@ -28,7 +29,7 @@ def tier(num_pages=8, num_host_blocks=8, fate=None):
 
 
 def compute(blocks, request_id, tokens):
-    cached = blocks.open(request_id, tokens, "", [])
+    cached = blocks.open(request_id, tokens, KeyChain())
     blocks.publish(request_id, tokens, len(tokens))
     return cached
 
@@ -40,7 +41,7 @@ def tokens_of(seed, num_blocks, extra=1):
 def fill_pages(blocks, seed):
     """Let another request take every page, so that only the host tier remembers what was in them."""
     others = tokens_of(seed, blocks.num_pages - 1, extra=BLOCK_SIZE)
-    assert blocks.open("filler", others, "", []) is not None
+    assert blocks.open("filler", others, KeyChain()) is not None
     blocks.close("filler", 0)
 
 
@@ -61,7 +62,7 @@ def test_a_prefix_without_pages_is_loaded_from_the_blocks_it_was_stored_in():
     fill_pages(blocks, 2)
     stores = {copy.host for copy in moved.copies}
     moved.copies.clear()
-    cached = blocks.open("b", tokens, "", [])
+    cached = blocks.open("b", tokens, KeyChain())
     assert (cached.device, cached.host) == (0, 3 * BLOCK_SIZE)
     assert [copy.kind for copy in moved.copies] == ["load"] * 3
     assert {copy.host for copy in moved.copies} == stores
@@ -74,11 +75,11 @@ def test_a_block_is_not_found_before_its_copy_has_been_seen_to_end():
     compute(blocks, "a", tokens)
     blocks.close("a", 0)
     blocks.forget_pages()
-    assert blocks.open("early", tokens, "", []).num_tokens == 0
+    assert blocks.open("early", tokens, KeyChain()).num_tokens == 0
     blocks.close("early", 0)
     blocks.poll_copies()
     blocks.poll_copies()
-    assert blocks.open("late", tokens, "", []).host == 2 * BLOCK_SIZE
+    assert blocks.open("late", tokens, KeyChain()).host == 2 * BLOCK_SIZE
 
 
 def test_a_page_with_a_copy_in_flight_is_not_free():
@@ -86,10 +87,10 @@ def test_a_page_with_a_copy_in_flight_is_not_free():
     compute(blocks, "a", tokens_of(1, 2))
     blocks.close("a", 0)
     assert (blocks.num_available, blocks.num_returning) == (2, 2)
-    assert blocks.open("b", tokens_of(2, 3), "", []) is None
+    assert blocks.open("b", tokens_of(2, 3), KeyChain()) is None
     blocks.poll_copies()
     blocks.poll_copies()
-    assert blocks.open("b", tokens_of(2, 3), "", []) is not None
+    assert blocks.open("b", tokens_of(2, 3), KeyChain()) is not None
 
 
 def test_requests_with_one_prefix_wait_for_one_load():
@@ -99,8 +100,8 @@ def test_requests_with_one_prefix_wait_for_one_load():
     blocks.poll_copies()
     blocks.close("a", 0)
     blocks.forget_pages()
-    blocks.open("b", tokens, "", [])
-    blocks.open("c", tokens, "", [])
+    blocks.open("b", tokens, KeyChain())
+    blocks.open("c", tokens, KeyChain())
     assert blocks.pages("b")[:3] == blocks.pages("c")[:3]
     assert not blocks.is_ready("b")
     assert not blocks.is_ready("c")
@@ -118,12 +119,12 @@ def test_a_failed_load_is_reported_for_all_who_wait_and_its_block_is_not_found_a
     blocks.poll_copies()
     blocks.close("a", 0)
     blocks.forget_pages()
-    blocks.open("b", tokens, "", [])
-    blocks.open("c", tokens, "", [])
+    blocks.open("b", tokens, KeyChain())
+    blocks.open("c", tokens, KeyChain())
     assert blocks.poll_copies() == ["b", "c"]
     blocks.close("b", 0)
     blocks.close("c", 0)
-    assert blocks.open("b", tokens, "", []).num_tokens == 0
+    assert blocks.open("b", tokens, KeyChain()).num_tokens == 0
     blocks.check()
 
 
@@ -136,7 +137,7 @@ def test_a_suspended_request_comes_back_with_all_that_it_had_computed():
     blocks.poll_copies()
     fill_pages(blocks, 2)
     moved.copies.clear()
-    assert blocks.open("a", tokens, "", []).num_tokens == len(tokens) - 1
+    assert blocks.open("a", tokens, KeyChain()).num_tokens == len(tokens) - 1
     assert [copy.kind for copy in moved.copies] == ["load"] * 3
     blocks.poll_copies()
     blocks.close("a", 0)
@@ -155,7 +156,7 @@ def test_what_a_suspended_request_keeps_is_not_evicted_by_others():
         compute(blocks, f"other-{seed}", tokens_of(seed, 3))
         blocks.poll_copies()
         blocks.close(f"other-{seed}", 0)
-    assert blocks.open("a", tokens, "", []).num_tokens == len(tokens) - 1
+    assert blocks.open("a", tokens, KeyChain()).num_tokens == len(tokens) - 1
 
 
 def test_if_host_blocks_run_out_the_one_suspended_first_loses_its_own():
@@ -165,8 +166,8 @@ def test_if_host_blocks_run_out_the_one_suspended_first_loses_its_own():
         blocks.suspend(name, 5, 0)
         blocks.poll_copies()
     blocks.check()
-    assert blocks.open("second", tokens_of(2, 0, extra=6), "", []).num_tokens == 5
-    assert blocks.open("first", tokens_of(1, 0, extra=6), "", []).num_tokens == 0
+    assert blocks.open("second", tokens_of(2, 0, extra=6), KeyChain()).num_tokens == 5
+    assert blocks.open("first", tokens_of(1, 0, extra=6), KeyChain()).num_tokens == 0
 
 
 def test_what_was_kept_of_an_aborted_request_is_let_go():
@@ -187,20 +188,20 @@ def test_the_end_of_a_sequence_is_given_up_before_its_beginning():
         blocks.poll_copies()
         blocks.close(name, 0)
     blocks.forget_pages()
-    assert blocks.open("first", first, "", []).host == 2 * BLOCK_SIZE
-    assert blocks.open("second", second, "", []).host == 4 * BLOCK_SIZE
+    assert blocks.open("first", first, KeyChain()).host == 2 * BLOCK_SIZE
+    assert blocks.open("second", second, KeyChain()).host == 4 * BLOCK_SIZE
 
 
 def test_a_prompt_larger_than_the_tier_keeps_its_beginning():
     blocks, _ = tier(num_pages=12, num_host_blocks=4)
     tokens = tokens_of(1, 10)
-    blocks.open("a", tokens, "", [])
+    blocks.open("a", tokens, KeyChain())
     for num_tokens in range(BLOCK_SIZE, len(tokens), BLOCK_SIZE):
         blocks.publish("a", tokens, num_tokens)
         blocks.poll_copies()
     blocks.close("a", 0)
     blocks.forget_pages()
-    assert blocks.open("b", tokens, "", []).host == 4 * BLOCK_SIZE
+    assert blocks.open("b", tokens, KeyChain()).host == 4 * BLOCK_SIZE
 
 
 def test_a_running_request_has_its_host_blocks_when_it_has_to_give_way():
@@ -214,7 +215,7 @@ def test_a_running_request_has_its_host_blocks_when_it_has_to_give_way():
     blocks.suspend("a", len(tokens) - 1, 0)
     blocks.poll_copies()
     blocks.forget_pages()
-    assert blocks.open("a", tokens, "", []).num_tokens == len(tokens) - 1
+    assert blocks.open("a", tokens, KeyChain()).num_tokens == len(tokens) - 1
 
 
 def test_a_cleared_cache_has_nothing_that_was_on_its_way():
@@ -229,10 +230,10 @@ def test_a_cleared_cache_has_nothing_that_was_on_its_way():
     blocks.poll_copies()
     blocks.poll_copies()
     blocks.check()
-    assert blocks.open("c", tokens, "", []).host == 2 * BLOCK_SIZE, "what was computed later is found"
+    assert blocks.open("c", tokens, KeyChain()).host == 2 * BLOCK_SIZE, "what was computed later is found"
     blocks.close("c", 0)
     blocks.clear_cache()
-    assert blocks.open("d", tokens, "", []).num_tokens == 0
+    assert blocks.open("d", tokens, KeyChain()).num_tokens == 0
 
 
 def test_a_request_waits_in_its_lane_while_its_prefix_is_loaded_and_others_go_on():

@@ -24,18 +24,12 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the checkout's parts, so that no build folder appears in it, with files in place of the
-    default model's head."""
+    """Built from a copy of the checkout's parts, so that no build folder appears in it."""
     source = tmp_path_factory.mktemp("source")
     for name in FILES:
         shutil.copy(ROOT / name, source)
     for name in FOLDERS:
-        ignored = shutil.ignore_patterns("__pycache__", "heads")
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-    head = source / "models" / "heads" / DEFAULT_HEAD.name
-    head.mkdir(parents=True)
-    for name in HEAD:
-        (head / name).write_text(name)
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     out = tmp_path_factory.mktemp("wheel")
     run("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, source, cwd=source)
     (path,) = out.glob("*.whl")
@@ -51,8 +45,21 @@ def test_the_wheel_holds_every_module_of_the_checkout(wheel: Path) -> None:
     assert packed == modules
 
 
-def test_the_default_models_head_lies_in_the_folder_of_models() -> None:
+@pytest.mark.slow
+def test_the_unpacked_wheel_has_the_page(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "from minserve.api.page import PATH, read_page; print(PATH, len(read_page().body))"
+    )
+    path, size = run("-I", "-c", code, tmp_path, cwd=tmp_path).split()
+    assert Path(path) == tmp_path / "minserve" / "api" / "page.html"
+    assert int(size) == (ROOT / "minserve" / "api" / "page.html").stat().st_size
+
+
+def test_the_default_models_head_lies_in_the_folder_of_models_and_is_small() -> None:
     assert DEFAULT_HEAD.resolve() == ROOT / "models" / "heads" / "smollm2-135m-eagle3"
+    assert (DEFAULT_HEAD / "model.safetensors").stat().st_size <= 16 * 2**20
 
 
 @pytest.mark.slow
@@ -65,6 +72,8 @@ def test_the_unpacked_wheel_finds_the_default_models_head(wheel: Path, tmp_path:
     head = Path(run("-I", "-c", code, tmp_path, cwd=tmp_path).strip())
     assert head.is_relative_to(tmp_path)
     assert sorted(path.name for path in head.iterdir()) == sorted(HEAD)
+    for name in HEAD:
+        assert (head / name).read_bytes() == (DEFAULT_HEAD / name).read_bytes()
 
 
 @pytest.mark.slow

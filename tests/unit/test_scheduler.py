@@ -121,7 +121,7 @@ def test_a_request_can_be_aborted_in_every_phase_and_the_others_go_on(run_ahead,
     world = World(num_pages=12, max_num_seqs=3, max_num_batched_tokens=16, run_ahead=run_ahead)
     world.submit("other", prompt(1, 20), max_tokens=100, ignore_eos=True)
     world.submit("victim", prompt(2, 60), max_tokens=60, ignore_eos=True)
-    victim = world.scheduler._requests["victim"]
+    victim = world.scheduler._roster.by_id["victim"]
     reached = {
         "queued": lambda: True,
         "prefilling": lambda: 0 < victim.num_computed < 60,

@@ -44,11 +44,11 @@ ASKED_SHARE, FOLLOWED_SHARE = 0.4, 0.25
 """Of documents that are asked about, rather than gone on with; of chats with a second turn."""
 
 
-def fetch(folder: Path) -> list[str]:
-    """Download and unpack PACKAGES into a folder each. Returns their files' names, which say the versions."""
+def fetch(folder: Path, packages: Sequence[str] = PACKAGES) -> list[str]:
+    """Download and unpack packages into a folder each. Returns their files' names, which say the versions."""
     folder.mkdir(parents=True, exist_ok=True)
     if not any(folder.glob("*.deb")):
-        subprocess.run(["apt-get", "download", "-q", *PACKAGES], cwd=folder, check=True)
+        subprocess.run(["apt-get", "download", "-q", *packages], cwd=folder, check=True)
     for path in folder.glob("*.deb"):
         subprocess.run(["dpkg-deb", "-x", str(path), str(folder / path.name.partition("_")[0])], check=True)
     return sorted(path.name for path in folder.glob("*.deb"))
@@ -107,7 +107,7 @@ class _Chats:
 
 
 def _documents(folder: Path, package: str, rng: random.Random) -> Iterator[Prompt]:
-    texts = [_read(path) for path in sorted((folder / package).glob(DOCUMENTS[package]))]
+    texts = [read_file(path) for path in sorted((folder / package).glob(DOCUMENTS[package]))]
     rng.shuffle(texts)
     paragraphs = re.split(r"\n\s*\n", "\n\n".join(texts)[:MAX_CHARS])
     parts: list[str] = []
@@ -138,7 +138,7 @@ def _passages(text: str) -> list[str]:
 def _topics(folder: Path) -> list[str]:
     """Nouns that tagged texts have at least twice (cntlist: sense key, sense number, count)."""
     found: dict[str, int] = {}
-    for line in _read(folder / "wordnet-base/usr/share/wordnet/cntlist.rev").splitlines():
+    for line in read_file(folder / "wordnet-base/usr/share/wordnet/cntlist.rev").splitlines():
         key, _, count = line.split(" ")
         lemma, _, sense = key.partition("%")
         if sense.startswith("1:") and int(count) >= 2 and len(lemma) > 2:
@@ -148,13 +148,13 @@ def _topics(folder: Path) -> list[str]:
 
 def _terms(folder: Path) -> list[str]:
     """Entries: lines that stand at the margin."""
-    lines = _read(folder / "dict-foldoc/usr/share/dictd/foldoc.dict.dz").splitlines()
+    lines = read_file(folder / "dict-foldoc/usr/share/dictd/foldoc.dict.dz").splitlines()
     return sorted({line.strip() for line in lines[100:] if re.fullmatch(r"[A-Za-z][A-Za-z0-9 +/-]{2,40}", line)})
 
 
 def _quotes(folder: Path) -> list[str]:
     files = (path for path in (folder / "fortunes/usr/share/games/fortunes").iterdir() if not path.suffix)
-    quotes = (quote.strip() for path in sorted(files) for quote in _read(path).split("\n%\n"))
+    quotes = (quote.strip() for path in sorted(files) for quote in read_file(path).split("\n%\n"))
     return [quote for quote in quotes if 40 < len(quote) < 600]
 
 
@@ -166,6 +166,7 @@ def _programs() -> list[str]:
     return [line for line in lines if len(line) > 40 and not line.startswith(("lib", "python3-", "golang-", "node-"))]
 
 
-def _read(path: Path) -> str:
+def read_file(path: Path) -> str:
+    """Of a text that may be packed."""
     content = path.read_bytes()
     return (gzip.decompress(content) if path.suffix in (".gz", ".dz") else content).decode("utf-8", "replace")

@@ -1,0 +1,56 @@
+"""The best of a row, exactly and without a sort, for kernels that hold the row in registers.
+
+    kept(i) = ranked[i], and fewer than `count` of the ranked ones j come before i:
+              order[j] > order[i], or order[j] == order[i] and j < i
+
+A threshold says it all: what is above it is kept, and of what is level with it the first few. The threshold is found by
+halving the interval of integers from the least to the greatest, which counts the row once for each half: 32 times at
+most, and mostly about 12, because the search ends as soon as exactly `count` are above. So the result depends on the
+row alone and not on the order in which anything runs.
+
+The torch reference is that of `wanted_blocks` (score_blocks.py), which asks the same of rows of scores.
+"""
+
+from typing import Any
+
+from minserve.kernels.lang import tl, triton
+
+NUMBERS_PER_WARP = 256
+
+
+def row_shape(length: int) -> dict[str, int]:
+    """The block that holds a row, and the warps for it, as arguments of a launch."""
+    width = triton.next_power_of_2(max(length, 1))
+    return {"width": width, "num_warps": min(max(width // NUMBERS_PER_WARP, 1), 16)}
+
+
+@triton.jit
+def order_of_floats(x) -> Any:
+    """An int32 for each float32, no NaN, ordered as they are; both zeros are equal."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def keep_best(order, ranked, count) -> Any:
+    """A mask of the `count` best, or of all that are ranked if they are fewer.
+
+    order: [width] int32, below 2^31 - 1; ranked: [width] bool; count: a scalar, 0 or more.
+    """
+    total = tl.sum(ranked.to(tl.int32), 0)
+    low = tl.min(tl.where(ranked, order, 0x7FFFFFFF), 0).to(tl.int64)
+    end = tl.max(tl.where(ranked, order, -0x7FFFFFFF), 0).to(tl.int64) + 1
+    # num_high of the ranked are at least `high`, and these are count at most; more than count are at least `low`. If
+    # there is no such `low`, all are kept, and nothing is searched.
+    high = tl.where(total > count, end, low)
+    num_high = tl.where(total > count, 0, total)
+    while (high - low > 1) & (num_high < count):
+        middle = low + (high - low) // 2
+        num = tl.sum((ranked & (order >= middle.to(tl.int32))).to(tl.int32), 0)
+        fits = num <= count
+        high = tl.where(fits, middle, high)
+        num_high = tl.where(fits, num, num_high)
+        low = tl.where(fits, low, middle)
+    level = ranked & (order == low.to(tl.int32))
+    first = level & (tl.cumsum(level.to(tl.int32), 0) <= count - num_high)
+    return (ranked & (order >= high.to(tl.int32))) | first

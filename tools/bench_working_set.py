@@ -1,0 +1,145 @@
+"""The background of a layer, a part of tools/bench_kernels.py: 96 lanes of 16K tokens, K 128, C 6, Qwen3-8B's heads.
+
+The worst case: slots hold blocks at random, the ranking is random, so every head misses most of what it wants and takes
+C blocks. Beside each time stands the least that it can be: what is read and written at the GPU's bandwidth, or what
+goes over the link at the link's.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from kernel_clock import DEVICE, DTYPE, READ_TB_S, Call, Clock, random
+
+LANES, CONTEXT, BLOCK, SLOTS, CAP = 96, 16384, 16, 128, 6
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 36
+HOST_BLOCKS, STORED_PAGES, LINK_TB_S = 1792, 96, 0.055
+BLOCKS, HEAD_BYTES = CONTEXT // BLOCK, 2 * BLOCK * HEAD_DIM * 2
+
+Knobs = tuple[ModuleType, tuple[dict[str, int], ...]]
+
+
+class Part(NamedTuple):
+    """call: of the defaults; knobs: constants of a module and what else they may be; least_us: see above."""
+
+    name: str
+    call: Call
+    num_bytes: float
+    least_us: float
+    knobs: Knobs | None = None
+
+
+def on_device(num_bytes: float) -> tuple[float, float]:
+    return num_bytes, num_bytes / READ_TB_S / 1e6
+
+
+def over_link(num_bytes: float) -> tuple[float, float]:
+    return num_bytes, num_bytes / LINK_TB_S / 1e6
+
+
+def ints(*shape: int, end: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.randint(end, shape, dtype=dtype, device=DEVICE)
+
+
+def random_maps() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """slot_block, slot_used, block_slot: block 0 and others behind the ring."""
+    shape = (LANES, KV_HEADS)
+    others = 1 + torch.rand(*shape, BLOCKS - 4, device=DEVICE).argsort(dim=-1)[..., : SLOTS - 1]
+    slot_block = torch.cat((torch.zeros_like(others[..., :1]), others), dim=-1)
+    block_slot = torch.full((*shape, BLOCKS), -1, dtype=torch.int32, device=DEVICE)
+    block_slot.scatter_(2, slot_block, torch.arange(SLOTS, dtype=torch.int32, device=DEVICE).expand_as(slot_block))
+    return slot_block.int(), ints(*shape, SLOTS, end=1000), block_slot
+
+
+def rank_parts(lanes: torch.Tensor, end: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    """Of score_blocks and wanted_blocks, and what comes out."""
+    from minserve.kernels import keep_best, score_blocks
+
+    queries, digests = random(LANES, 2, HEADS, HEAD_DIM), random(LANES * BLOCKS, KV_HEADS, 2, HEAD_DIM)
+    table = torch.randperm(LANES * BLOCKS, device=DEVICE).int().view(LANES, BLOCKS)
+    score = functools.partial(score_blocks.score_blocks, queries, digests.sort(dim=2).values, table, lanes, end)
+    tiles = tuple({"TILE": tile, "NUM_WARPS": warps} for tile, warps in ((16, 2), (32, 2), (64, 4), (64, 8)))
+    scores = score()
+    num_bytes = 2.0 * digests.numel() + 4.0 * scores.numel()
+    yield Part("score_blocks", score, *on_device(num_bytes), (score_blocks, tiles)), scores
+    want = functools.partial(score_blocks.wanted_blocks, scores, SLOTS - 1)
+    yield Part("wanted_blocks", want, *on_device(5.0 * scores.numel()), (keep_best, WIDTHS)), want()
+
+
+WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (128, 512, 1024))
+
+
+def layer_parts() -> Iterator[Part]:
+    from minserve.kernels import fetch_blocks, keep_best
+    from minserve.kernels.retire_block import retire_block
+    from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
+    from minserve.kernels.select_blocks import SlotMaps, select_blocks
+    from minserve.kernels.sparse_rows import RING
+
+    lanes, start = torch.arange(LANES, device=DEVICE), torch.full((LANES,), BLOCKS - 3, device=DEVICE)
+    (score_part, scores), (want_part, wanted) = rank_parts(lanes, start)
+    yield from (score_part, want_part)
+    ranking = (wanted[:, LOOKAHEAD], scores[:, LOOKAHEAD], wanted[:, NORMAL])
+    maps, step = SlotMaps(*random_maps()), ints(1, end=1)
+    allowance = torch.full((LANES,), KV_HEADS * CAP, dtype=torch.int32, device=DEVICE)
+    select = functools.partial(select_blocks, *ranking, maps, lanes, lanes >= 0, start, allowance, step, CAP)
+    plan = select()
+    yield Part("select_blocks", select, *on_device(10.0 * LANES * KV_HEADS * BLOCKS), (keep_best, WIDTHS))
+
+    page_table = torch.randperm(LANES * (SLOTS + RING), device=DEVICE).int().view(LANES, -1)
+    kv = random(page_table.numel(), KV_HEADS, 2, BLOCK, HEAD_DIM)
+    host = torch.empty(HOST_BLOCKS, LAYERS, *kv.shape[1:], dtype=DTYPE, pin_memory=True)
+    sources = (host, 1, ints(LANES, BLOCKS, end=HOST_BLOCKS), kv, page_table)
+    fetch = functools.partial(fetch_blocks.fetch_blocks, plan, maps, lanes, step, *sources)
+    fetched = int((plan.blocks >= 0).sum())
+    programs = tuple({"PROGRAMS": number} for number in (16, 48, 64, 128))
+    yield Part(f"fetch_blocks: {fetched}", fetch, *over_link(1.0 * fetched * HEAD_BYTES), (fetch_blocks, programs))
+    nothing = plan._replace(blocks=torch.full_like(plan.blocks, -1))
+    yield Part("fetch_blocks: 0", functools.partial(fetch_blocks.fetch_blocks, nothing, *fetch.args[1:]), 0, 0)
+    for retiring in (start, torch.full_like(start, -1)):
+        num_retired = int((retiring >= 0).sum())
+        retire = functools.partial(retire_block, retiring, ranking[0], maps, lanes, step, kv, page_table)
+        yield Part(f"retire_block: {num_retired}", retire, *on_device(2.0 * num_retired * KV_HEADS * HEAD_BYTES))
+
+
+def step_parts() -> Iterator[Part]:
+    """What is done once for all layers, or when blocks are full."""
+    from minserve.kernels import store_blocks
+    from minserve.kernels.build_digests import build_digests
+
+    cache = random(LAYERS, STORED_PAGES, KV_HEADS, 2, BLOCK, HEAD_DIM)
+    host = torch.empty(HOST_BLOCKS, *cache[:, 0].shape, dtype=DTYPE, pin_memory=True)
+    pages = torch.arange(STORED_PAGES, device=DEVICE)
+    hosts = torch.randperm(HOST_BLOCKS, device=DEVICE)[:STORED_PAGES]
+    store = functools.partial(store_blocks.store_blocks, cache, host, pages, hosts)
+    sizes = tuple(
+        {"PROGRAMS": programs, "NUM_WARPS": warps} for programs, warps in ((16, 4), (32, 1), (64, 1), (64, 4))
+    )
+    yield Part(f"store_blocks: {STORED_PAGES}", store, *over_link(2.0 * cache.numel()), (store_blocks, sizes))
+    digests = random(STORED_PAGES, KV_HEADS, 2, HEAD_DIM)
+    build = functools.partial(build_digests, cache[0], digests, pages, pages)
+    yield Part(f"build_digests: {STORED_PAGES}", build, *on_device(1.0 * cache[0].numel()))
+
+
+def bench_working_set(clock: Clock) -> None:
+    def time_us(part: Part, values: dict[str, int]) -> float:
+        return clock.time_us([part.call], work=part.name, variant=str(values), num_bytes=part.num_bytes)
+
+    def bench(parts: Callable[[], Iterator[Part]]) -> tuple[float, float]:
+        sum_us, sum_least_us = 0.0, 0.0
+        for part in parts():
+            us = time_us(part, {})
+            sum_us, sum_least_us = sum_us + us, sum_least_us + part.least_us
+            print(f"{part.name:20} {us:9.2f} us   least {part.least_us:9.2f} us", flush=True)
+            for values in part.knobs[1] if part.knobs else ():
+                with mock.patch.multiple(part.knobs[0], **values):
+                    print(f"{'':20} {time_us(part, values):9.2f} us   {values}", flush=True)
+        return sum_us, sum_least_us
+
+    us, least_us = bench(layer_parts)
+    print(f"{LAYERS} layers one after the other: {us * LAYERS / 1e3:.2f} ms, least {least_us * LAYERS / 1e3:.2f} ms")
+    torch.cuda.empty_cache()
+    bench(step_parts)
