@@ -30,6 +30,9 @@ class Engine(Protocol):
     async def working_set(self, request_id: str) -> WorkingSet | None:
         """What the GPU holds of a request just now; None if that is all of it: if it is dense, or has ended."""
 
+    def report(self) -> None:
+        """Have it write what working sets have done, by layer, to the log."""
+
     async def wait_dead(self) -> str:
         """Returns, with the reason, when the engine has died by itself."""
 

@@ -65,7 +65,7 @@ async def launch(
         bar.close()
         renderer.close()
         sock.close()
-        for number in SIGNALS:
+        for number in (*SIGNALS, signal.SIGUSR1):
             loop.remove_signal_handler(number)
 
 
@@ -85,6 +85,7 @@ async def _serve(
         logger.info(line)
     if service.reasoning is not None:
         logger.info("reasoning is set apart from answers, in the format of %s", service.reasoning.name)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.report)
     logger.info("ready at %s (OpenAI API under /v1)", address_of(sock))
     return await server.run()
 

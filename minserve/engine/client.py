@@ -7,6 +7,7 @@ Does not know: HTTP, text, what the engine does with a request.
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -160,6 +161,11 @@ class EngineClient:
         self._looking.setdefault(request_id, []).append(seen)
         self._send(Look(request_id))
         return await seen
+
+    def report(self) -> None:
+        """Have the engine write what working sets have done, by layer, to stderr."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
 
     async def wait_dead(self) -> str:
         """Wait until the engine is gone, and say why."""

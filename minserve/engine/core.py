@@ -113,6 +113,10 @@ class Engine:
                 return self._looks.look(request_id, request.lane, blocks_for(len(request.token_ids)))
         return None
 
+    def report(self) -> str:
+        """What working sets have done so far, as a table by layer."""
+        return self._looks.table()
+
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix, so that the next request starts cold."""
         self._scheduler.clear_prefix_cache()

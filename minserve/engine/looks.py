@@ -39,6 +39,18 @@ class Looks:
         num_layers, num_kv_heads, _ = held.shape
         return WorkingSet(request_id, num_blocks, num_layers, num_kv_heads, _bits(held | is_local), _bits(fetched))
 
+    def table(self) -> str:
+        """What all working sets have done so far, by layer. Waits for the device."""
+        if self._sets is None:
+            return "working sets: none, since no request is ever sparse here"
+        lines = [
+            "working sets, by layer: blocks of a KV head",
+            f"{'layer':>5} {'hits':>12} {'misses':>12} {'cut':>12} {'surprises':>12}",
+        ]
+        for layer, counts in enumerate(self._sets.by_layer.tolist()):
+            lines.append(" ".join([f"{layer:5}", *(f"{count:12}" for count in counts)]))
+        return "\n".join(lines)
+
 
 def _bits(rows: Blocks) -> bytes:
     """rows: [layers, kv_heads, blocks] bool, as in `WorkingSet`."""

@@ -156,6 +156,7 @@ def main() -> None:
         # What lives for ever need not be looked at by every collection: one takes as long as some steps.
         gc.collect()
         gc.freeze()
+        signal.signal(signal.SIGUSR1, lambda *_: print(engine.report(), file=sys.stderr, flush=True))
         channel.send(engine.info)
         try:
             EngineLoop(engine, channel).run()

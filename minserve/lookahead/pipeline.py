@@ -91,6 +91,8 @@ class SparseStep:
             torch.where(self._takes_part, -spent, 0).to(torch.int32),
             accumulate=True,
         )
+        if not self._recalls:
+            sets.by_layer += counters.sum(dim=1)
         counters = counters.sum(dim=0)
         if bool(ranking.again.any()):
             counters[:, :3] += self._take_for_again(ranking)
@@ -110,9 +112,11 @@ class SparseStep:
         unlimited = torch.full_like(sets.allowance, wanted.shape[1] * sets.num_slots)
         caps = torch.full_like(self._lanes, sets.num_slots)
         lanes = torch.where(ranking.again, self._lanes, -1)
-        counters = self._take(slice(None), wanted, scores, wanted, unlimited, caps, lanes).sum(dim=0)
+        counters = self._take(slice(None), wanted, scores, wanted, unlimited, caps, lanes)
         # Hits and misses are those of the lookahead; what is fetched here is a miss more.
-        fetched = counters[:, 1] - counters[:, 2]
+        by_layer = counters[..., 1] - counters[..., 2]
+        sets.by_layer[:, 1] += by_layer.sum(dim=1)
+        fetched = by_layer.sum(dim=0)
         return torch.stack((torch.zeros_like(fetched), fetched, torch.zeros_like(fetched)), dim=1)
 
     # ---- the stages, of some layers at once ----
@@ -202,7 +206,9 @@ class SparseStep:
         wanted, scores = ranking.wanted[:, NORMAL], ranking.scores[:, NORMAL]
         unlimited = torch.full_like(sets.allowance[layers], wanted.shape[1] * sets.num_slots)
         caps = torch.full_like(self._lanes, sets.num_slots)
-        self._recalled += self._take(layers, wanted, scores, wanted, unlimited, caps)[0, :, :3]
+        counters = self._take(layers, wanted, scores, wanted, unlimited, caps)[0, :, :3]
+        sets.by_layer[layer, :3] += counters.sum(dim=0)
+        self._recalled += counters
 
     # ---- layers as lanes ----
 

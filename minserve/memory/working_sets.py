@@ -42,6 +42,7 @@ class WorkingSets:
     looks_ahead: [lanes] bool; num_verified, cap: [lanes] int64; retry_above: [lanes] float32, inf: never
     retried: [lanes + 1] bool                            the lane's step has to run again, or has just done so
     The last row of queries and of retried is nobody's: what padding writes goes there.
+    by_layer: [layers, 4 (hits, misses, cut, surprises)] int64, of all lanes and heads so far
     step: [1] int32                                      steps so far: the clock of slot_used
     """
 
@@ -71,6 +72,7 @@ class WorkingSets:
         self.looks_ahead, self.retried = table(torch.bool, num_lanes), table(torch.bool, num_lanes + 1)
         self.num_verified, self.cap = table(torch.int64, num_lanes), table(torch.int64, num_lanes)
         self.retry_above = table(torch.float32, num_lanes, fill=torch.inf)
+        self.by_layer = table(torch.int64, num_layers, 4)
         self.step = table(torch.int32, 1)
 
     @property

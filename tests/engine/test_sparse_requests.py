@@ -212,3 +212,15 @@ def test_a_neighbour_whose_steps_run_again_changes_nothing(tmp_path):
     assert sum(own[-1].sparse.retries for own in beside.values()) > 0
     assert texts({"mine": alone}) == texts({"mine": beside["mine"]})
     assert alone[-1].sparse == beside["mine"][-1].sparse
+
+
+@pytest.mark.parametrize("miss_policy", ["approximate", "retry", "recall"])
+def test_the_report_by_layer_adds_up_to_the_totals(tmp_path, miss_policy):
+    own = engine(tmp_path / "engine", 3, miss_policy=miss_policy)
+    finish(own, *traffic())
+    stats = own.step().stats
+    _, names, *rows = [line.split() for line in own.report().splitlines()]
+    assert names == ["layer", "hits", "misses", "cut", "surprises"]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    columns = [sum(map(int, column)) for column in list(zip(*rows))[1:]]
+    assert columns == [stats.sparse_hits, stats.sparse_misses, stats.sparse_cut_misses, stats.sparse_surprises]
