@@ -92,14 +92,14 @@ class SparseStep:
             accumulate=True,
         )
         if not self._recalls:
-            sets.by_layer += counters.sum(dim=1)
+            sets.by_layer += counters[..., :4].sum(dim=1)
         counters = counters.sum(dim=0)
         if bool(ranking.again.any()):
             counters[:, :3] += self._take_for_again(ranking)
         self._retire(wanted)
         sets.retried[self._at] = ranking.again
         done = self._recalled if self._recalls else counters[:, :3]
-        return torch.cat((done, counters[:, 3:], self._asked[:, None]), dim=1)
+        return torch.cat((done, counters[:, 3:]), dim=1)
 
     def _take_for_again(self, ranking: Ranking) -> torch.Tensor:
         """What the row wants that has to run again, whatever was saved up. [entries, 3] int64, as of `Fetched`.
@@ -144,7 +144,6 @@ class SparseStep:
         missing, asked = self._surprises(wanted[:, NORMAL], layers)
         share = missing / asked.clamp_min(1)
         again = self._takes_part & (share > sets.retry_above[self._own]) & ~sets.retried[self._own]
-        self._asked = asked
         return Ranking(scores, wanted, again)
 
     def _surprises(self, wanted: torch.Tensor, layers: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +167,7 @@ class SparseStep:
         lanes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Select, and fetch. allowance: [layers, lanes]; lanes: [entries], -1 for who is left out; None: all of the
-        step's. Returns select's counters, [layers, entries, 4] int64."""
+        step's. Returns select's counters, [layers, entries, 5] int64."""
         sets, maps = self._sets, self._flat_maps(layers)
         lanes = self._flat_lanes(layers, lanes)
         num_layers = allowance.shape[0]
@@ -191,7 +190,7 @@ class SparseStep:
         kv, table = self._flat_pages(layers)
         places = sets.host_pieces[layers].flatten(0, 1)
         fetch_blocks(used, maps, lanes, sets.step, pieces, 0, places, kv, table)
-        return plan.counters.view(num_layers, len(self._lanes), -1, 4).sum(dim=2)
+        return plan.counters.view(num_layers, len(self._lanes), -1, 5).sum(dim=2)
 
     def _retire(self, wanted: torch.Tensor) -> None:
         kv, table = self._flat_pages(slice(None))
