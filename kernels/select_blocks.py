@@ -11,8 +11,7 @@ Of a (lane, KV head), with `wanted` the blocks that the lookahead row's ranking 
 
 The admitted of a head, in the order of blocks, go into as many of its evictable slots, the first of these, in the order
 of their numbers. A head's share of the allowance follows from scores alone: whoever computes it, in whatever order,
-gets the same. What is not admitted is cut: what the slots hold serves in its place, and the block competes again in the
-next step.
+gets the same. What is not admitted is cut, and competes again in the next step.
 
 The ring is that of this step's rows, so a block that leaves it now is no miss here: `retire_block` (retire_block.py)
 takes care of it, after the fetches.
@@ -37,9 +36,10 @@ __all__ = ["FetchPlan", "SlotMaps", "select_blocks"]
 class FetchPlan(NamedTuple):
     """blocks, slots: [entries, kv_heads, C] int32, a head's fetches by block, and -1 behind them.
 
-    counters: [entries, kv_heads, 4] int32:
+    counters: [entries, kv_heads, 5] int32:
         hits, misses; cut: misses that are not fetched
         surprises: blocks that the normal row wants and that are neither in a slot nor in the ring
+        asked: blocks that the normal row wants and that are not in the ring
     Zero for who does not take part.
     """
 
@@ -81,8 +81,8 @@ def select_blocks(
     assert scores.dtype == torch.float32, scores.dtype
     assert num_blocks <= max_blocks, (num_blocks, max_blocks)
     assert all(each[:1].is_contiguous() for each in (wanted, scores, normal_wanted))
-    assert lanes.shape == ring_start.shape == (entries,), (lanes.shape, ring_start.shape, wanted.shape)
-    assert lanes.dtype == ring_start.dtype == torch.int64, (lanes.dtype, ring_start.dtype)
+    for numbers in (lanes, ring_start):
+        assert (numbers.shape, numbers.dtype) == ((entries,), torch.int64), (numbers.shape, numbers.dtype, entries)
     assert (sparse.shape, sparse.dtype) == ((num_lanes,), torch.bool), (sparse.shape, sparse.dtype)
     assert (allowance.shape, allowance.dtype) == ((num_lanes,), torch.int32), (allowance.shape, allowance.dtype)
     assert (step.shape, step.dtype, cap >= 0) == ((1,), torch.int32, True), (step.shape, step.dtype, cap)
@@ -125,7 +125,9 @@ def select_blocks_reference(
     used = torch.where(are_wanted(slot_block, wanted), step, slot_used)
     write_where(maps.slot_used, lanes, used, takes_part)
     num_misses = misses.sum(dim=-1)
-    counters = (hits.sum(dim=-1), num_misses, num_misses - admitted.sum(dim=-1), (normal_wanted & may_miss).sum(dim=-1))
+    asked = normal_wanted & (behind_ring & takes_part[:, None])[:, None, :]
+    num_cut, surprises = num_misses - admitted.sum(dim=-1), asked & ~in_slot
+    counters = (hits.sum(dim=-1), num_misses, num_cut, surprises.sum(dim=-1), asked.sum(dim=-1))
     blocks, slots = _sorted(blocks, admitted), _sorted(_first(slots, cap), admitted)
     return FetchPlan(blocks, slots, torch.stack(counters, dim=-1).to(torch.int32))
 
@@ -221,12 +223,13 @@ def _find_candidates_kernel(
     is_wanted = tl.load(wanted + block, mask=inside, other=0) != 0
     absent = inside & (tl.load(block_slot + lane_head * max_blocks + block, mask=inside, other=0) < 0)
     normal_wanted += entry * normal_stride + head * num_blocks
-    surprise = absent & (tl.load(normal_wanted + block, mask=inside, other=0) != 0)
+    asked = inside & (tl.load(normal_wanted + block, mask=inside, other=0) != 0)
     missed = absent & is_wanted
     num_missed = tl.sum(missed.to(tl.int32), 0)
-    tl.store(counters + row * 4, tl.sum((is_wanted & ~absent).to(tl.int32), 0))
-    tl.store(counters + row * 4 + 1, num_missed)
-    tl.store(counters + row * 4 + 3, tl.sum(surprise.to(tl.int32), 0))
+    tl.store(counters + row * 5, tl.sum((is_wanted & ~absent).to(tl.int32), 0))
+    tl.store(counters + row * 5 + 1, num_missed)
+    tl.store(counters + row * 5 + 3, tl.sum((asked & absent).to(tl.int32), 0))
+    tl.store(counters + row * 5 + 4, tl.sum(asked.to(tl.int32), 0))
 
     score = tl.load(scores + entry * scores_stride + head * num_blocks + block, mask=missed, other=0.0)
     limit = tl.minimum(tl.sum(may_go.to(tl.int32), 0), cap)
@@ -272,7 +275,7 @@ def _admit_kernel(
     admitted = keep_best(order_of_floats(score), block >= 0, tl.load(allowance + lane)) & (number // cap_width == head)
     num_admitted = tl.sum(admitted.to(tl.int32), 0)
     _store_numbers(blocks + row * cap, block, admitted, num_admitted, cap, cap_width)
-    tl.store(counters + row * 4 + 2, tl.load(counters + row * 4 + 1) - num_admitted)
+    tl.store(counters + row * 5 + 2, tl.load(counters + row * 5 + 1) - num_admitted)
 
     slot = tl.arange(0, slot_width)
     own = (lane * kv_heads + head) * num_slots
@@ -298,7 +301,7 @@ def select_blocks_triton(
     num_slots = maps.slot_block.shape[2]
     blocks, slots, candidates = (lanes.new_empty(entries, kv_heads, cap, dtype=torch.int32) for _ in range(3))
     candidate_scores = scores.new_empty(entries, kv_heads, cap)
-    counters = lanes.new_empty(entries, kv_heads, 4, dtype=torch.int32)
+    counters = lanes.new_empty(entries, kv_heads, 5, dtype=torch.int32)
     slot_width, cap_width = (triton.next_power_of_2(max(size, 1)) for size in (num_slots, cap))
     is_wanted = wanted.view(torch.uint8)
     _find_candidates_kernel[(entries * kv_heads,)](

@@ -14,8 +14,10 @@ from minserve.engine.core import Engine
 from minserve.engine.plan import Chunk, Demotion, Fetched, LaneSetup, Sample, SparsePolicy, StepPlan, StepResult
 from minserve.kernels.accept_drafts import accept_drafts
 from minserve.kernels.sampling import draw
+from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import RING
-from minserve.lookahead.pipeline import Lookahead, SparseStep
+from minserve.lookahead.background import Background, Entries
+from minserve.lookahead.pipeline import Lookahead
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import zeros
 from minserve.memory.transfer import to_device
@@ -68,14 +70,24 @@ class ForcedSampler(Sampler):
         return tokens[None], counts
 
 
+class WatchedBackground(Background):
+    """Keeps what it ranked last, for whoever wants to see it. wanted: [layers, 2, kv_heads, blocks] bool, of one lane;
+    ring_start: the first block in its ring."""
+
+    wanted: torch.Tensor
+    ring_start: int
+
+    def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan]]:
+        ranked, plans = super()._fetch(entries)
+        self.wanted, self.ring_start = torch.cat(ranked), int(entries.ring.start)
+        return ranked, plans
+
+
 class WatchedLookahead(Lookahead):
-    """Keeps the step that it made last, for whoever wants to see its ranking."""
+    """One whose background is watched."""
 
-    step: SparseStep
-
-    def begin(self, lanes: torch.Tensor, lengths: torch.Tensor, places: torch.Tensor) -> SparseStep:
-        self.step = super().begin(lanes, lengths, places)
-        return self.step
+    background_type = WatchedBackground
+    background: WatchedBackground
 
 
 class _Memory(NamedTuple):
@@ -102,8 +114,8 @@ class SparseLab:
         self.token_ids: list[int] = []
         self._num_stored = self._num_copied = 0
         self._host: torch.Tensor | None = None
-        if self._old._working_sets is not None:
-            self._run_with(self._old._working_sets, recalls=self._old._steps._lookahead._recalls)
+        if (lookahead := self._old._steps.lookahead) is not None:
+            self._run_with(lookahead.sets, recalls=lookahead.recalls)
 
     def use(self, num_slots: int, *, recalls: bool = False) -> None:
         """Working sets of so many slots from now on. A lane that is sparse is so no more, and is to be read again, or
@@ -120,7 +132,7 @@ class SparseLab:
         self.sets, self.lookahead = sets, WatchedLookahead(sets, recalls=recalls)
         drafter, sampler = old._drafter, self.sampler
         steps = Decode(old._model, old._context, self.lanes, sampler, drafter, self.lookahead)
-        self.runner = Runner(old._model, old._context, sampler, steps, steps, drafter, old._shapes, sets)
+        self.runner = Runner(old._model, old._context, sampler, steps, steps, drafter, old._shapes)
 
     # ---- to go on twice from one place ----
 
@@ -280,4 +292,6 @@ class SparseLab:
         with torch.inference_mode():
             self.lanes.prepare(plan)
         self._proposed = plan.num_proposals
-        return self.runner.run(plan).result()
+        result = self.runner.run(plan).result()
+        self.runner.settle()
+        return result

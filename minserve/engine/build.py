@@ -31,10 +31,11 @@ from minserve.grammar import Grammars, Vocabulary
 from minserve.kernels.sparse_rows import RING
 from minserve.lookahead.pipeline import Lookahead
 from minserve.memory.blocks import BlockManager, blocks_for
-from minserve.memory.copies import SyncCopies
+from minserve.memory.copies import CopyEngine, StreamCopies, SyncCopies
 from minserve.memory.host_pool import HostPool
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
+from minserve.memory.streams import CudaStream
 from minserve.memory.working_sets import WorkingSets
 from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
@@ -94,7 +95,8 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     max_model_len, num_pages = choose_context(config, model_config, dtype, machine.max_num_seqs, kv_bytes)
     pages = KVPages(model_config, num_pages, dtype, device)
     promised_bytes = pages.kv.nbytes if device.type == "cpu" else 0
-    host = HostPool(num_host_blocks(config, KVPages.bytes_per_page(model_config, dtype), promised_bytes), pages)
+    num_blocks = num_host_blocks(config, KVPages.bytes_per_page(model_config, dtype), promised_bytes)
+    host = HostPool(num_blocks, pages, partial(progress, "host memory, GiB"))
     has_sets = _has_working_sets(config, device, host.kv.shape[0])
     max_blocks = max(blocks_for(max_model_len), config.working_set_blocks + RING if has_sets else 0)
     lanes = Lanes(machine.max_num_seqs, max_blocks, model_config.vocab_size, device)
@@ -106,7 +108,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
             secret=secrets.token_bytes(32),
             prefix_caching=config.enable_prefix_caching,
             num_host_blocks=host.kv.shape[0],
-            copies=SyncCopies(host.move),
+            copies=_copies(host, device),
         ),
         max_num_seqs=machine.max_num_seqs,
         max_num_batched_tokens=machine.max_num_batched_tokens,
@@ -135,7 +137,11 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         num_working_set_blocks=config.working_set_blocks if has_sets else 0,
     )
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
-    return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info, sets=sets)
+    return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info, sets=sets, release=host.close)
+
+
+def _copies(host: HostPool, device: torch.device) -> CopyEngine:
+    return StreamCopies(host.move_all, CudaStream(device)) if device.type == "cuda" else SyncCopies(host.move)
 
 
 def _has_working_sets(config: EngineConfig, device: torch.device, num_host_blocks: int) -> bool:
@@ -239,7 +245,7 @@ def _runner(
         compile_tiles(context)
         plan_shapes(machine.shapes, model, machine.dtype, max_keys, partial(progress, "attention plans"))
     if machine.device.type == "cpu" or config.enforce_eager:
-        return Runner(model, context, sampler, decode, decode, drafter, machine.shapes, sets)
+        return Runner(model, context, sampler, decode, decode, drafter, machine.shapes)
     graphs = DecodeGraphs(
         decode,
         CudaRecorder(),
@@ -252,7 +258,7 @@ def _runner(
     usual = machine.drafts.usual
     kinds = [StepKind(*kind) for kind in product(usual, usual, (False, True))]
     graphs.capture(kinds, partial(progress, "CUDA graphs"))
-    return Runner(model, context, sampler, decode, graphs, drafter, machine.shapes, sets)
+    return Runner(model, context, sampler, decode, graphs, drafter, machine.shapes)
 
 
 def _end_token_ids(config: EngineConfig, vocab_size: int) -> tuple[int, ...]:

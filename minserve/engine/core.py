@@ -6,6 +6,7 @@ Does not know: sockets, text, HTTP.
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from minserve.engine.looks import Looks
@@ -31,7 +32,7 @@ class Engine:
     """Serves until it is dropped. Not thread-safe: one caller submits, aborts and steps.
 
     run_ahead: 1 launches a step before the tokens of the last one are known, so that the device never waits for the
-    host; 0 looks first.
+    host; 0 looks first. release: gives back what outlives the process's memory for long.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class Engine:
         run_ahead: int,
         info: Ready,
         sets: WorkingSets | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self.info = info
         self._looks = Looks(sets)
+        self._release = release
         self._grammars = grammars
         self._scheduler = scheduler
         self._lanes = lanes
@@ -92,7 +95,10 @@ class Engine:
         """Take in the results of all launched steps but the `keep` newest."""
         deltas = self._scheduler.take_ended()
         while len(self._in_flight) > keep:
-            deltas += self._scheduler.commit(self._result_of(self._in_flight.popleft()))
+            result = self._result_of(self._in_flight.popleft())
+            if not self._in_flight:
+                self._runner.settle()  # as no later step's foreground says that this one's background has ended
+            deltas += self._scheduler.commit(result)
         return deltas
 
     def _result_of(self, step: _InFlight) -> StepResult:
@@ -117,6 +123,10 @@ class Engine:
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix, so that the next request starts cold."""
         self._scheduler.clear_prefix_cache()
+
+    def close(self) -> None:
+        """Give back what the system would take minutes to take back. The engine serves nobody after that."""
+        self._release()
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and the memory."""

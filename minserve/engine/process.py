@@ -158,7 +158,10 @@ def main() -> None:
         gc.freeze()
         signal.signal(signal.SIGUSR1, lambda *_: print(engine.report(), file=sys.stderr, flush=True))
         channel.send(engine.info)
-        EngineLoop(engine, channel).run()
+        try:
+            EngineLoop(engine, channel).run()
+        finally:
+            engine.close()
         gc.unfreeze()  # or the bindings of libraries report what is left at the end as leaks
     except EOFError:
         sys.exit(0)

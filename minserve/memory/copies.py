@@ -7,9 +7,11 @@ A copy is submitted when what it reads is complete and what it writes has no rea
 that, also beside a launched step, and in any order with others. Imports no torch: the tensors are moved by a `Mover`.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,27 @@ class CopyEngine(Protocol):
         """The copies that have ended since the last call. Never waits."""
 
 
+class Event(Protocol):
+    """Something that happens on a device."""
+
+    def query(self) -> bool:
+        """Whether it has happened. Never waits."""
+
+
+class Stream(Protocol):
+    """Work of a device, in its order."""
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Within it, work that is launched goes here."""
+
+    def record_event(self) -> Event:
+        """Happens when all that was launched so far has ended."""
+
+
 class SyncCopies:
     """Copies at once, before `submit` returns.
 
-    On a CPU nothing else could be meant: pages and host blocks are the same memory. On CUDA the copies come after the
-    launched steps in the order of the device, and the host waits for these: right, and slow, because a launched step
-    may be the one whose end nobody wanted to wait for.
+    On a CPU nothing else could be meant: pages and host blocks are the same memory.
     """
 
     def __init__(self, move: Mover) -> None:
@@ -65,6 +82,38 @@ class SyncCopies:
     def poll(self) -> list[Completion]:
         """All that were submitted since the last call."""
         ended, self._ended = self._ended, []
+        return ended
+
+
+class StreamCopies:
+    """Copies in the background, on a stream of their own.
+
+    They wait for no launched step, and none waits for them: what a copy reads was complete when it was submitted, and
+    what it writes is read by nobody before its end has been polled. move: launches copies of one kind.
+    """
+
+    def __init__(self, move: Callable[[Sequence[Copy]], None], stream: Stream) -> None:
+        self._move = move
+        self._stream = stream
+        self._waiting: list[Copy] = []
+        self._under_way: deque[tuple[Sequence[Copy], Event]] = deque()
+
+    def submit(self, copies: Sequence[Copy]) -> None:
+        """They are launched by the next poll, together with others of their kind: a launch takes as long as a copy."""
+        self._waiting += copies
+
+    def poll(self) -> list[Completion]:
+        """Those that have ended, in their order."""
+        for kind in ("load", "store"):  # requests wait for loads
+            own = [copy for copy in self._waiting if copy.kind == kind]
+            if own:
+                with self._stream.entered():
+                    self._move(own)
+                    self._under_way.append((own, self._stream.record_event()))
+        self._waiting = []
+        ended: list[Completion] = []
+        while self._under_way and self._under_way[0][1].query():
+            ended += [Completion(copy.id) for copy in self._under_way.popleft()[0]]
         return ended
 
 

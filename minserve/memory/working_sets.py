@@ -24,6 +24,8 @@ from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages, zeros
 from minserve.memory.transfer import to_device
 
+NO_LIMIT = torch.iinfo(torch.int32).max
+
 Blocks = np.ndarray[Any, Any]
 """A number or a bool for each block."""
 
@@ -34,14 +36,17 @@ class WorkingSets:
     sparse: [lanes] bool                                 others are resident, and all that follows means nothing
     ring_start: [lanes] int64                            see kernels/sparse_rows.py
     host_table: [lanes, max_blocks] int32                the host block of each block, and the place of its digest
-    host_pieces: [layers, lanes, max_blocks] int32       the same in each layer: host block * layers + layer
+    host_pieces: [layers, lanes, max_blocks] int32       the same in each layer: host block * layers + layer. On a CPU,
+                                                         where all layers are fetched in one call; else of no lanes
     maps: slot_block, slot_used [layers, lanes, kv_heads, K], block_slot [layers, lanes, kv_heads, max_blocks] int32
     digests: [layers, host blocks, kv_heads, 2 (min, max), head_dim]
-    queries: [layers, lanes + 1, 2 (lookahead, normal), heads, head_dim], of the last step that kept them
+    queries: [layers, lanes, 2 (lookahead, normal), heads, head_dim], of the last step that kept them
     allowance: [layers, lanes] int32                     blocks that a lane may still fetch in a layer
+    refills: [2 (more, most), lanes] int32               what a step adds to that, and how much there may be then
     looks_ahead: [lanes] bool; num_verified, cap: [lanes] int64; retry_above: [lanes] float32, inf: never
     retried: [lanes + 1] bool                            the lane's step has to run again, or has just done so
-    The last row of queries and of retried is nobody's: what padding writes goes there.
+    late: [lanes + 1] int64                              blocks that were fetched for that, which its next step counts
+    The last row of retried and of late is nobody's: what padding writes goes there.
     by_layer: [layers, 4 (hits, misses, cut, surprises)] int64, of all lanes and heads so far
     step: [1] int32                                      steps so far: the clock of slot_used
     """
@@ -59,7 +64,7 @@ class WorkingSets:
 
         self.sparse, self.ring_start = table(torch.bool, num_lanes), table(torch.int64, num_lanes)
         self.host_table = table(torch.int32, num_lanes, max_blocks, fill=-1)
-        self.host_pieces = table(torch.int32, num_layers, num_lanes, max_blocks, fill=-1)
+        self.host_pieces = table(torch.int32, num_layers, num_lanes if device.type == "cpu" else 0, max_blocks, fill=-1)
         slots = (num_layers, num_lanes, kv_heads, num_slots)
         self.maps = SlotMaps(
             slot_block=table(torch.int32, *slots, fill=-1),
@@ -67,9 +72,10 @@ class WorkingSets:
             block_slot=table(torch.int32, *slots[:3], max_blocks, fill=-1),
         )
         self.digests = zeros((num_layers, host.kv.shape[0], kv_heads, 2, head_dim), dtype, device.type)
-        self.queries = table(dtype, num_layers, num_lanes + 1, 2, num_heads, head_dim)
-        self.allowance = table(torch.int32, num_layers, num_lanes)
+        self.queries = table(dtype, num_layers, num_lanes, 2, num_heads, head_dim)
+        self.allowance, self.refills = table(torch.int32, num_layers, num_lanes), table(torch.int32, 2, num_lanes)
         self.looks_ahead, self.retried = table(torch.bool, num_lanes), table(torch.bool, num_lanes + 1)
+        self.late = table(torch.int64, num_lanes + 1)
         self.num_verified, self.cap = table(torch.int64, num_lanes), table(torch.int64, num_lanes)
         self.retry_above = table(torch.float32, num_lanes, fill=torch.inf)
         self.by_layer = table(torch.int64, num_layers, 4)
@@ -98,14 +104,15 @@ class WorkingSets:
             self.maps.slot_block.index_fill_(1, lanes, -1)
         if plan.keeps_queries:
             self.step += 1
+            self.refills[0].zero_()
+            self.refills[1].fill_(NO_LIMIT)
         for demotion in plan.demotions:
             self._demote(demotion)
         if plan.stored:
             self._take_stored(plan.stored)
         if plan.refills:
-            lanes, blocks, most = to_device(plan.refills, torch.int64, self.sparse.device).T
-            refilled = (self.allowance[:, lanes] + blocks).minimum(most)
-            self.allowance[:, lanes] = refilled.to(torch.int32)
+            lanes, *refills = to_device(plan.refills, torch.int64, self.sparse.device).T
+            self.refills[:, lanes] = torch.stack(refills).to(torch.int32)
 
     def _demote(self, demotion: Demotion) -> None:
         device, lane = self.sparse.device, demotion.lane
@@ -119,7 +126,8 @@ class WorkingSets:
         maps.slot_block.fill_(-1)
         maps.block_slot.fill_(-1)
         self.host_table[lane].fill_(-1)
-        self.host_pieces[:, lane].fill_(-1)
+        if self.host_pieces.shape[1]:
+            self.host_pieces[:, lane].fill_(-1)
         if start:
             pages = to_device(demotion.pages[:start], torch.int64, device)
             places = to_device(demotion.host_blocks, torch.int64, device)
@@ -133,7 +141,7 @@ class WorkingSets:
         self.looks_ahead[lane], self.num_verified[lane] = policy.looks_ahead, policy.num_verified
         self.cap[lane] = policy.cap
         self.retry_above[lane] = torch.inf if policy.retry_above is None else policy.retry_above
-        self.allowance[:, lane] = 0
+        self.allowance[:, lane], self.late[lane] = 0, 0
 
     def _take_stored(self, stored: Sequence[tuple[int, int, int]]) -> None:
         """Blocks in the ring have host blocks from now on, and digests."""
@@ -144,7 +152,8 @@ class WorkingSets:
             build_digests(self.kv[layer], self.digests[layer], pages, hosts)
 
     def _set_hosts(self, lanes: torch.Tensor, blocks: torch.Tensor, hosts: torch.Tensor) -> None:
-        num_layers = self.kv.shape[0]
-        layer = torch.arange(num_layers, device=hosts.device)[:, None]
         self.host_table[lanes, blocks] = hosts.to(torch.int32)
-        self.host_pieces[:, lanes, blocks] = (hosts * num_layers + layer).to(torch.int32)
+        if self.host_pieces.shape[1]:
+            num_layers = self.kv.shape[0]
+            layer = torch.arange(num_layers, device=hosts.device)[:, None]
+            self.host_pieces[:, lanes, blocks] = (hosts * num_layers + layer).to(torch.int32)

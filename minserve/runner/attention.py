@@ -55,6 +55,8 @@ class DecodeAttention:
     def __call__(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """qkv: [rows, heads + 2 * kv_heads, head_dim]. Returns [rows, heads * head_dim]."""
         kv = self._kv[layer]
+        if self._sparse is not None:
+            self._sparse.enter(layer)
         q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)
         if self._sparse is not None:
             self._sparse.keep(layer, q)

@@ -14,7 +14,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.step_inputs import step_inputs
-from minserve.lookahead.pipeline import Lookahead, SparseStep
+from minserve.lookahead.pipeline import Lookahead
 from minserve.memory.lanes import Lanes
 from minserve.memory.transfer import to_device
 from minserve.models.causal_lm import AuxStates, CausalLM
@@ -40,11 +40,10 @@ class StepKind(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """What the model is given for the rows of a decode. token_ids: [lanes * rows] int64. sparse: where some lane is."""
+    """What the model is given for the rows of a decode. token_ids: [lanes * rows] int64."""
 
     token_ids: torch.Tensor
     attend: DecodeAttention
-    sparse: SparseStep | None
 
 
 class Decoded(NamedTuple):
@@ -77,7 +76,7 @@ class Decode:
         lookahead: Lookahead | None = None,
     ) -> None:
         """lookahead: None: no lane is ever sparse."""
-        self._lookahead = lookahead
+        self.lookahead = lookahead
         self._model = model
         self._context = context
         self._lanes = lanes
@@ -104,26 +103,30 @@ class Decode:
         )
         sparse = None
         if keeps_queries:
-            assert self._lookahead is not None, "a plan keeps queries where no lane is ever sparse"
-            sparse = self._lookahead.begin(lane_ids, lengths, places)
+            assert self.lookahead is not None, "a plan keeps queries where no lane is ever sparse"
+            sparse = self.lookahead.begin(lane_ids, lengths, places)
         attend = DecodeAttention(context, lane_ids, positions, places, lengths, sparse)
-        return DecodeRows(token_ids, attend, sparse)
+        return DecodeRows(token_ids, attend)
 
-    def forward(self, lane_ids: torch.Tensor, num_drafts: int, aux: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, lane_ids: torch.Tensor, num_drafts: int, aux: torch.Tensor, *, keeps_queries: bool = False
+    ) -> torch.Tensor:
         """Logits [lanes * rows, vocab] of these rows, in the model's dtype.
 
         aux: [lanes * rows, aux_size], filled with the states that the drafter reads.
         """
-        return self._logits(self.rows(lane_ids, num_drafts), aux)
-
-    def _logits(self, rows: DecodeRows, aux: torch.Tensor) -> torch.Tensor:
+        rows = self.rows(lane_ids, num_drafts, keeps_queries=keeps_queries)
         states = self._model(rows.token_ids, rows.attend, AuxStates(self._drafter.aux_layers, aux))
         return self._model.logits(states)
 
     def sample(
-        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, most: torch.Tensor | None = None
+        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, keeps_queries: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, counts) as in `Decoded`; they are also written to the lanes. most: see `accept_drafts`."""
+        """(tokens, counts) as in `Decoded`; they are also written to the lanes. keeps_queries: as in the step, whose
+        background has been launched."""
+        most = None
+        if keeps_queries and self.lookahead is not None:
+            most = self.lookahead.most_accepted(lane_ids, len(logits) // len(lane_ids))
         return self._sampler.sample(logits, lane_ids, adjusted=adjusted, most=most)
 
     def propose(
@@ -144,19 +147,15 @@ class Decode:
         """A step of these lanes."""
         lane_ids = to_device(lanes, torch.int64, self._lanes.device)
         aux = self.new_aux(len(lanes) * (1 + kind.num_drafts))
-        rows = self.rows(lane_ids, kind.num_drafts, keeps_queries=kind.keeps_queries)
-        return self.finish(self._logits(rows, aux), lane_ids, aux, kind, rows.sparse)
+        logits = self.forward(lane_ids, kind.num_drafts, aux, keeps_queries=kind.keeps_queries)
+        return self.finish(logits, lane_ids, aux, kind)
 
-    def finish(
-        self,
-        logits: torch.Tensor,
-        lane_ids: torch.Tensor,
-        aux: torch.Tensor,
-        kind: StepKind,
-        sparse: SparseStep | None,
-    ) -> Decoded:
-        """What comes behind `forward`: sample, propose, and fetch for the working sets."""
-        most = None if sparse is None else sparse.most_accepted()
-        tokens, counts = self.sample(logits, lane_ids, adjusted=kind.adjusted, most=most)
+    def finish(self, logits: torch.Tensor, lane_ids: torch.Tensor, aux: torch.Tensor, kind: StepKind) -> Decoded:
+        """What comes behind `forward`: fetch for the working sets, sample, propose."""
+        lookahead = self.lookahead if kind.keeps_queries else None
+        if lookahead is not None:
+            lookahead.fetch(len(lane_ids))
+        tokens, counts = self.sample(logits, lane_ids, adjusted=kind.adjusted, keeps_queries=kind.keeps_queries)
         self.propose(aux, tokens, counts, lane_ids, kind.num_proposals)
-        return Decoded(logits, tokens, counts, None if sparse is None else sparse.fetch())
+        fetched = None if lookahead is None else lookahead.fetched(len(lane_ids))
+        return Decoded(logits, tokens, counts, fetched)

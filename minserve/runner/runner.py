@@ -11,7 +11,6 @@ import torch
 
 from minserve.engine.plan import Chunk, Fetched, Sample, StepPlan, StepResult
 from minserve.memory.transfer import to_device, to_host
-from minserve.memory.working_sets import WorkingSets
 from minserve.models.causal_lm import AuxStates, CausalLM
 from minserve.protocol import TokenLogprobs
 from minserve.runner.attention import KVContext
@@ -36,7 +35,7 @@ class Runner:
     """The only object that runs the model. Plans are run in the order in which they come.
 
     steps: the parts of a decode, for steps that also read prompts; decode: whole ones, which may be recorded.
-    shapes: those that prefill is cut into, or None (see `PrefillAttention`). working_sets: those of sparse lanes.
+    shapes: those that prefill is cut into, or None (see `PrefillAttention`).
     """
 
     def __init__(
@@ -48,9 +47,7 @@ class Runner:
         decode: DecodeRunner,
         drafter: Drafter | NoDrafter,
         shapes: FlashShapes | None = None,
-        working_sets: WorkingSets | None = None,
     ) -> None:
-        self._working_sets = working_sets
         self._model = model
         self._context = context
         self._sampler = sampler
@@ -65,8 +62,8 @@ class Runner:
         step = RunningStep(plan.step)
         if plan.setups:
             self._drafter.forget([setup.lane for setup in plan.setups])
-        if self._working_sets is not None:
-            self._working_sets.prepare(plan)
+        if self._steps.lookahead is not None:
+            self._steps.lookahead.prepare(plan)
         if plan.chunks:
             self._read_prompts(plan, step)
         elif plan.decodes:
@@ -76,6 +73,11 @@ class Runner:
         step.launched(self._context.kv.device)
         return step
 
+    def settle(self) -> None:
+        """Wait until nothing goes on in the background of the last step."""
+        if self._steps.lookahead is not None:
+            self._steps.lookahead.settle()
+
     def _read_prompts(self, plan: StepPlan, step: "RunningStep") -> None:
         """Chunks, and decodes in the same pass: the model's weights are read once for both."""
         chunks, device = plan.chunks, self._context.kv.device
@@ -83,10 +85,10 @@ class Runner:
         num_read, num_sampling = len(token_ids), len(plan.samples) - len(plan.decodes)
         lane_ids = to_device([sample.lane for sample in plan.samples], torch.int64, device)
         own, decoding = lane_ids[:num_sampling], lane_ids[num_sampling:]
-        attend_decodes = sparse = None
+        attend_decodes = None
         if plan.decodes:
             rows = self._steps.rows(decoding, plan.num_drafts, keeps_queries=plan.keeps_queries)
-            attend_decodes, sparse = rows.attend, rows.sparse
+            attend_decodes = rows.attend
             token_ids = torch.cat([token_ids, rows.token_ids])
         attend = PrefillAttention(self._context, chunks, self._shapes, attend_decodes)
         aux = new_aux(self._drafter, self._model, len(token_ids), self._context.kv)
@@ -100,7 +102,7 @@ class Runner:
             self._drafter.read(chunks, aux[:num_read], tokens[:, 0])
             self._drafter.propose(aux[attend.wanted[:num_sampling]], tokens, counts, own, plan.num_proposals)
         if plan.decodes:
-            decoded = self._steps.finish(logits[num_sampling:], decoding, aux[num_read:], _kind(plan), sparse)
+            decoded = self._steps.finish(logits[num_sampling:], decoding, aux[num_read:], _kind(plan))
             self._report(decoded, plan.samples[num_sampling:], step)
 
     def _states(

@@ -20,7 +20,7 @@ def expected_plan(lanes, entries, scores, wanted, normal, allowance, cap):
         heads = range(lanes.kv_heads)
         if lane < 0 or not lanes.sparse[lane]:
             fetches.append([[] for _ in heads])
-            counters.append([[0, 0, 0, 0] for _ in heads])
+            counters.append([[0, 0, 0, 0, 0] for _ in heads])
             continue
         candidates, own, missing = [], [], []
         for head in heads:
@@ -30,12 +30,13 @@ def expected_plan(lanes, entries, scores, wanted, normal, allowance, cap):
             free = victims(slots, lanes.slot_used[lane][head], wanted[entry][head])
             candidates += [(-scores[entry][head][b], head, b) for b in missed[: min(cap, len(free))]]
             own.append(free)
-            missing.append((len(wanted[entry][head] & set(slots)), missed, len(normal[entry][head] - at_hand)))
+            asked = normal[entry][head] & set(range(lanes.ring_start[lane]))
+            missing.append((len(wanted[entry][head] & set(slots)), missed, len(asked - at_hand), len(asked)))
         admitted = sorted(candidates)[: allowance[lane]]
         chosen = [sorted(block for _, head, block in admitted if head == own_head) for own_head in heads]
         fetches.append([list(zip(chosen[head], sorted(own[head][: len(chosen[head])]))) for head in heads])
         counters.append(
-            [[hits, len(missed), len(missed) - len(chosen[h]), new] for h, (hits, missed, new) in enumerate(missing)]
+            [[hits, len(missed), len(missed) - len(chosen[h]), *new] for h, (hits, missed, *new) in enumerate(missing)]
         )
     return fetches, counters
 
@@ -177,7 +178,7 @@ def test_empty_slots_go_first_then_the_longest_unselected_and_the_pinned_block_n
     for cap, slots in [(1, [2]), (2, [2, 5]), (3, [0, 2, 5]), (9, [0, 2, 4, 5])]:
         ((fetches,),), counters, _ = run(select, lanes, [0], scores, wanted, wanted, [99], cap, device)
         assert fetches == list(zip([7, 8, 9, 10], slots))
-        assert counters == [[[1, 5, 5 - len(slots), 5]]]
+        assert counters == [[[1, 5, 5 - len(slots), 5, 6]]]
 
 
 @BOTH
@@ -186,7 +187,7 @@ def test_what_is_in_the_ring_is_neither_missed_nor_a_surprise(select, device):
     scores, wanted = with_scores([{5: 3.0, 4: 1.0}])
     ((fetches,),), counters, _ = run(select, lanes, [0], scores, wanted, wanted, [9], 2, device)
     assert [block for block, _ in fetches] == [4]
-    assert counters == [[[0, 1, 0, 1]]]
+    assert counters == [[[0, 1, 0, 1, 1]]]
 
 
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):

@@ -194,7 +194,7 @@ def test_with_a_slot_for_every_block_attention_is_dense_and_nothing_is_fetched(d
 
     def check(ring, queries, plan, q, lengths, attended):
         assert bool((plan.blocks < 0).all())
-        assert not plan.counters[..., 1:].any()
+        assert not plan.counters[..., 1:4].any()
         for number, length in enumerate(lengths.tolist()):
             lane = LANES[number // (1 + DRAFTS)]
             if lane >= 0:
@@ -211,7 +211,7 @@ def test_with_caps_maps_and_pages_agree_and_traffic_is_bounded(cap, allowance, d
     def check(ring, queries, plan, *_):
         nonlocal fetched
         is_fetch = plan.blocks >= 0
-        hits, misses, cut, _ = plan.counters.unbind(dim=-1)
+        hits, misses, cut, *_ = plan.counters.unbind(dim=-1)
         assert torch.equal(misses - cut, is_fetch.sum(dim=-1).int())
         assert bool((is_fetch.sum(dim=(1, 2)) <= allowance).all())
         assert bool((hits + misses < server.num_slots).all())

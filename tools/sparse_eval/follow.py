@@ -43,11 +43,16 @@ def follow(lab: SparseLab, start: Snapshot, policy: Policy, until: int, text: Se
         lab.demote(policy.rules)
     kv_heads = lab.kv.shape[2]
     refill, saved = policy.refill(kv_heads)
+    before: Seen | None = None
     while len(lab.token_ids) < until:
         forced = text[len(lab.token_ids) :][: policy.num_drafts + 1]
         drafts = forced[: policy.num_drafts] if policy.lookahead == "perfect" else None
         step = lab.decode(forced, refill, saved, drafts)
-        yield _seen(lab, policy, step)
+        seen = _seen(lab, policy, step)
+        if seen.fetched is not None:
+            _check(policy, seen, before)
+        before = seen
+        yield seen
 
 
 def _seen(lab: SparseLab, policy: Policy, step: Step) -> Seen:
@@ -57,31 +62,31 @@ def _seen(lab: SparseLab, policy: Policy, step: Step) -> Seen:
     if not policy.num_slots:
         return Seen(step.tokens, losses, best, None, None, None, False)
     assert step.fetched is not None
-    watched = lab.lookahead.step
-    ring_start = int(watched.ring.start)
-    wanted = watched.ranking.wanted.view(lab.kv.shape[0], 2, lab.kv.shape[2], -1)
-    ahead, normal = wanted[:, LOOKAHEAD], wanted[:, NORMAL, :, :ring_start]
+    watched = lab.lookahead.background
+    ahead, normal = watched.wanted[:, LOOKAHEAD], watched.wanted[:, NORMAL, :, : watched.ring_start]
     # The row that looks ahead is the one behind the verified ones, or the last.
     behind = min(policy.num_verified + 1, len(step.drafts))
     right = policy.looks_ahead and behind > 0 and step.drawn[:behind] == step.drafts[:behind]
-    _check(lab, policy, step, ahead[..., :ring_start], normal)
     return Seen(step.tokens, losses, best, step.fetched, ahead, normal, right)
 
 
-def _check(lab: SparseLab, policy: Policy, step: Step, ahead: torch.Tensor, normal: torch.Tensor) -> None:
+def _check(policy: Policy, seen: Seen, before: Seen | None) -> None:
     """That the accounts add up."""
-    fetched = step.fetched
+    fetched, normal, ahead = seen.fetched, seen.normal, seen.ahead
     assert fetched is not None
-    num_layers, kv_heads = ahead.shape[:2]
+    assert normal is not None
+    assert ahead is not None
+    num_layers, kv_heads, ring_start = normal.shape
     assert fetched.misses >= fetched.cut >= 0, fetched
     assert fetched.asked == int(normal.sum()) >= fetched.surprises >= 0, fetched
     if policy.recalls:
         assert fetched.surprises == fetched.cut == 0, fetched
         return
-    # A step that runs again also fetches what its own row wants and has not, or not any more, behind the lookahead's.
-    more = fetched.hits + fetched.misses - int(ahead.sum())
-    assert 0 <= more <= (0 if step.tokens else fetched.asked), (fetched, int(ahead.sum()))
-    if step.tokens:
-        assert fetched.misses - fetched.cut <= num_layers * policy.refill(kv_heads)[1], fetched
-        if policy.fetch == "fixed":
-            assert fetched.misses - fetched.cut <= num_layers * kv_heads * policy.cap, fetched
+    # What a step that had to run again fetched for its own row is counted in the next one.
+    late = fetched.hits + fetched.misses - int(ahead[..., :ring_start].sum())
+    was_again = before is not None and not before.tokens
+    assert 0 <= late <= (before.fetched.asked if was_again and before is not None and before.fetched else 0), fetched
+    admitted = fetched.misses - late - fetched.cut
+    assert admitted <= num_layers * policy.refill(kv_heads)[1], fetched
+    if policy.fetch == "fixed":
+        assert admitted <= num_layers * kv_heads * policy.cap, fetched

@@ -1,0 +1,172 @@
+"""What waits for what between the two halves of a step: the foreground, which computes tokens, and the background,
+which fetches for the next step.
+
+Owns: the events, and the streams of the background. Does not know: what is done on them.
+
+The foreground of step t and the background of step t run side by side, and so do the background of t and the
+foreground of t + 1. Both are launched in the order F(t), B(t), F(t + 1), ..., the sampling of t behind B(t), and the
+events are the same for all steps, whether these are replayed from graphs or launched as they stand. On a CPU everything
+is done in the order of the calls, and no event means anything.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+NUM_FETCHERS = 3
+"""Streams whose fetches overlap: one layer's list is looked up while another's fills the link."""
+
+
+class Signal(Protocol):
+    """Something that happens in every step anew."""
+
+    def record(self) -> None:
+        """It happens when all that the current stream has so far is done."""
+
+    def wait(self) -> None:
+        """What comes on the current stream waits until it has happened the last time."""
+
+
+class Streams(Protocol):
+    """Where the background's work goes. Everything is said inside `background`."""
+
+    def background(self) -> AbstractContextManager[Any]:
+        """Within it, the background's own stream is the current one."""
+
+    def fetching(self, number: int) -> AbstractContextManager[Any]:
+        """Within it, one of the streams that fetch is, behind all that the background's own stream has so far."""
+
+    def wait_for(self, number: int) -> None:
+        """The current stream waits for what came within `fetching` of that number."""
+
+    def finishing(self) -> AbstractContextManager[Any]:
+        """The same of the stream that ends layers."""
+
+    def join(self) -> None:
+        """The background's own stream waits for all of them."""
+
+    def synchronize(self) -> None:
+        """The host waits for all that the background's own stream has so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """begun: the foreground has written what the background begins with; taken: the background has copied that.
+    kept, fetched: of each layer: its queries are there; and its pages are as the next step's row reads them.
+    ranked: it is known whose step runs again; counted: what the background counts; ended: all of it.
+
+    on_host: what is computed is known to the host at once.
+    """
+
+    begun: Signal
+    taken: Signal
+    kept: Sequence[Signal]
+    fetched: Sequence[Signal]
+    ranked: Signal
+    counted: Signal
+    ended: Signal
+    streams: Streams
+    on_host: bool
+
+    @classmethod
+    def of(cls, device: torch.device, num_layers: int) -> "Order":
+        """That of a device, with events of its own for so many layers."""
+        on_host = device.type == "cpu"
+        new = _InOrder if on_host else _CudaSignal
+        return cls(
+            begun=new(),
+            taken=new(),
+            kept=[new() for _ in range(num_layers)],
+            fetched=[new() for _ in range(num_layers)],
+            ranked=new(),
+            counted=new(),
+            ended=new(),
+            streams=_OneAfterTheOther() if on_host else _CudaStreams(device),
+            on_host=on_host,
+        )
+
+
+class _InOrder:
+    """Of a CPU."""
+
+    def record(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class _OneAfterTheOther:
+    """Of a CPU."""
+
+    def background(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def fetching(self, number: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wait_for(self, number: int) -> None:
+        pass
+
+    def finishing(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def join(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _CudaSignal:
+    """An event that graphs may wait for without having recorded it themselves: another one did, or nobody has yet."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(external=True)
+        self._event.record()
+
+    def record(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+
+class _CudaStreams:
+    """Of high priority: their kernels are small and late, and the next step waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._background, self._finisher, *self._fetchers = (
+            torch.cuda.Stream(device, priority=-1) for _ in range(2 + NUM_FETCHERS)
+        )
+        self._ends: dict[int, torch.cuda.Event] = {}
+
+    def background(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._background)
+
+    @contextmanager
+    def fetching(self, number: int) -> Iterator[None]:
+        with self._forked(self._fetchers[number % NUM_FETCHERS]):
+            yield
+            self._ends[number] = torch.cuda.current_stream().record_event()
+
+    def wait_for(self, number: int) -> None:
+        torch.cuda.current_stream().wait_event(self._ends[number])
+
+    def finishing(self) -> AbstractContextManager[Any]:
+        return self._forked(self._finisher)
+
+    def _forked(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+    def join(self) -> None:
+        current = torch.cuda.current_stream()
+        for stream in (self._finisher, *self._fetchers):
+            current.wait_stream(stream)
+
+    def synchronize(self) -> None:
+        self._background.synchronize()

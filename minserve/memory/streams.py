@@ -1,0 +1,24 @@
+"""Streams of a CUDA device, as `StreamCopies` wants them.
+
+Owns: one stream. Does not know: what runs on it.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class CudaStream:
+    """high_priority: its kernels are given free multiprocessors before those of others."""
+
+    def __init__(self, device: torch.device, *, high_priority: bool = False) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """As `Stream`."""
+        return torch.cuda.stream(self._stream)
+
+    def record_event(self) -> torch.cuda.Event:
+        """As `Stream`."""
+        return self._stream.record_event()
