@@ -5,7 +5,7 @@ On a GPU the host blocks are there as well, since the torch references of the ke
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -127,9 +127,10 @@ class SparseLab:
         sets = WorkingSets(_Memory(self.kv), _Memory(self._host), self.lanes, num_heads, num_slots)  # type: ignore[arg-type]
         self._run_with(sets, recalls=recalls)
 
-    def _run_with(self, sets: WorkingSets, *, recalls: bool) -> None:
+    def _run_with(self, sets: WorkingSets, *, recalls: bool, **options: Any) -> None:
+        """options: of the lookahead."""
         old = self._old
-        self.sets, self.lookahead = sets, WatchedLookahead(sets, recalls=recalls)
+        self.sets, self.lookahead = sets, WatchedLookahead(sets, recalls=recalls, **options)
         drafter, sampler = old._drafter, self.sampler
         steps = Decode(old._model, old._context, self.lanes, sampler, drafter, self.lookahead)
         self.runner = Runner(old._model, old._context, sampler, steps, steps, drafter, old._shapes)

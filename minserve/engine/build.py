@@ -238,7 +238,10 @@ def _runner(
     vocab_size = model.config.vocab_size
     sampler = Sampler(lanes, vocab_size, config.token_id_ranges)
     context = KVContext(pages.kv, lanes.page_table, model.rope_table, model.config.rms_norm_eps, model.config.num_heads)
-    lookahead = None if sets is None else Lookahead(sets, recalls=config.miss_policy == "recall")
+    lookahead = None
+    if sets is not None:
+        most_entries = graph_sizes(machine.max_num_seqs)[-1]
+        lookahead = Lookahead(sets, recalls=config.miss_policy == "recall", max_entries=most_entries)
     decode = Decode(model, context, lanes, sampler, drafter, lookahead)
     if machine.shapes is not None:
         max_keys = lanes.page_table.shape[1] * BLOCK_SIZE
@@ -249,6 +252,7 @@ def _runner(
     graphs = DecodeGraphs(
         decode,
         CudaRecorder(),
+        CudaRecorder(),
         max_lanes=machine.max_num_seqs,
         most_drafts=machine.drafts.most,
         vocab_size=vocab_size,
@@ -257,6 +261,8 @@ def _runner(
     )
     usual = machine.drafts.usual
     kinds = [StepKind(*kind) for kind in product(usual, usual, (False, True))]
+    if lookahead is not None:
+        kinds += [StepKind(num, num, keeps_queries=True) for num in usual]
     graphs.capture(kinds, partial(progress, "CUDA graphs"))
     return Runner(model, context, sampler, decode, graphs, drafter, machine.shapes)
 

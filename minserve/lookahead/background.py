@@ -30,11 +30,12 @@ COUNTERS = 5
 
 
 class Entries(NamedTuple):
-    """lanes: [entries] int64, -1 for padding and for who is not sparse; own: the same, 0 in place of -1; ring; step:
-    [1] int32, the clock of slot_used."""
+    """lanes: [entries] int64, -1 for padding and for who is not sparse; own, at: the same, with lane 0 in place of -1,
+    and with the row behind all lanes; ring; step: [1] int32, the clock of slot_used."""
 
     lanes: torch.Tensor
     own: torch.Tensor
+    at: torch.Tensor
     ring: Ring
     step: torch.Tensor
 
@@ -76,19 +77,21 @@ class Background:
         with order.streams.finishing():
             late = self._finish(entries, again, ranked)
         order.streams.join()
-        at = torch.where(entries.lanes < 0, sets.num_lanes, entries.lanes)
-        sets.late[at] = late.sum(dim=0)
-        sets.retried[at] = again
+        sets.late[entries.at] = late.sum(dim=0)
+        sets.retried[entries.at] = again
         sets.by_layer[:, 1] += late.sum(dim=1)
         order.ended.record()
 
     def _take_given(self, num_entries: int) -> Entries:
         sets = self._sets
         lanes, start, next_start, retiring = self.given[:, :num_entries].clone()
-        refill, most = sets.refills.clone()
-        sets.allowance.add_(refill)
-        torch.minimum(sets.allowance, most, out=sets.allowance)
-        return Entries(lanes, lanes.clamp_min(0), Ring(start, next_start, retiring), sets.step.clone())
+        at = torch.where(lanes < 0, sets.num_lanes, lanes)
+        takes_part = torch.zeros_like(sets.retried)
+        takes_part[at] = True
+        more, most = sets.refills.clone()
+        refilled = torch.minimum(sets.allowance + more, most)
+        sets.allowance.copy_(torch.where(takes_part[:-1], refilled, sets.allowance))
+        return Entries(lanes, lanes.clamp_min(0), at, Ring(start, next_start, retiring), sets.step.clone())
 
     def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan]]:
         """What each group's lookahead rows want. Returns what is wanted, as from `rank`, and the plans."""

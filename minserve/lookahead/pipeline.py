@@ -94,6 +94,11 @@ class Lookahead:
         # A lane that is resident yet is ranked by the last row there is, when it is demoted.
         return SparseStep(self, rows, lanes, given, torch.where(takes_part, behind, last))
 
+    def forget(self) -> None:
+        """No lane takes part in a background that is launched now. Of nobody's step, in order to record it."""
+        self.background.given[LANES].fill_(-1)
+        self.order.begun.record()
+
     def fetch(self, num_entries: int) -> None:
         """Launch the background of a step, when all of its layers have been."""
         with self.order.streams.background():

@@ -24,8 +24,6 @@ from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages, zeros
 from minserve.memory.transfer import to_device
 
-NO_LIMIT = torch.iinfo(torch.int32).max
-
 Blocks = np.ndarray[Any, Any]
 """A number or a bool for each block."""
 
@@ -104,8 +102,6 @@ class WorkingSets:
             self.maps.slot_block.index_fill_(1, lanes, -1)
         if plan.keeps_queries:
             self.step += 1
-            self.refills[0].zero_()
-            self.refills[1].fill_(NO_LIMIT)
         for demotion in plan.demotions:
             self._demote(demotion)
         if plan.stored:

@@ -2,17 +2,18 @@
 
 Owns: the graphs and their buffers. Does not know: what a step computes (decode).
 
-Three graphs make a step: the model, sampling, and proposing drafts. Each is captured for some batch sizes, and for the
-numbers of drafts that are usual; others when they are first needed. A step of n lanes runs in the next size, and its
-padding exits at once.
+Three graphs make a step: the model, sampling, and proposing drafts; and where some lane is sparse a fourth, the
+background, which runs beside them. Each is captured for some batch sizes, and for the numbers of drafts that are usual;
+others when they are first needed. A step of n lanes runs in the next size, and its padding exits at once.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from minserve.lookahead.order import Streams
 from minserve.memory.transfer import to_device
 from minserve.runner.decode import PADDING, Decode, Decoded, StepKind
 
@@ -33,7 +34,8 @@ something; that it touches nobody is the caller's business."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share a memory pool, since no two of them run at a time."""
+    """Records CUDA graphs that share a memory pool, so no two of them may run at a time. They have the priority of the
+    stream that is the current one meanwhile."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -42,14 +44,28 @@ class CudaRecorder:
         """function: launches kernels; waits for nothing, allocates what it likes."""
         function()  # as it stands: kernels are compiled and libraries set up, which no graph may hold
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        current = torch.cuda.current_stream()
+        stream = None if current == torch.cuda.default_stream() else current
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             function()
         return graph
+
+
+class _Aside(NamedTuple):
+    """Recorded work that is done again on the background's stream."""
+
+    recorded: Replay
+    streams: Streams
+
+    def replay(self) -> None:
+        with self.streams.background():
+            self.recorded.replay()
 
 
 class DecodeGraphs:
     """As `Decode`. What `run` returns is overwritten by the next call.
 
+    record, record_aside: of the background's graphs, which run at the same time as others; the former, of all others.
     max_lanes, most_drafts: the largest step; vocab_size, dtype: of the model's logits.
     """
 
@@ -57,6 +73,7 @@ class DecodeGraphs:
         self,
         decode: Decode,
         record: Recorder,
+        record_aside: Recorder,
         *,
         max_lanes: int,
         most_drafts: int,
@@ -64,8 +81,8 @@ class DecodeGraphs:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._decode = decode
-        self._record = record
+        self._decode, self._lookahead = decode, decode.lookahead
+        self._record, self._record_aside = record, record_aside
         self._sizes = graph_sizes(max_lanes)
         largest = self._sizes[-1]
         rows = largest * (1 + most_drafts)
@@ -100,34 +117,54 @@ class DecodeGraphs:
             part.replay()
         num_rows = len(lanes) * (1 + kind.num_drafts)
         tokens = self._tokens[:num_rows].view(len(lanes), -1)
-        return Decoded(self._logits[:num_rows], tokens, self._counts[: len(lanes)])
+        fetched = self._lookahead.fetched(len(lanes)) if self._lookahead is not None and kind.keeps_queries else None
+        return Decoded(self._logits[:num_rows], tokens, self._counts[: len(lanes)], fetched)
 
     def _parts(self, size: int, kind: StepKind) -> list[Replay]:
         """The graphs of such a step."""
-        assert not kind.keeps_queries, "no graph keeps queries"
-        drafts, proposals, adjusted, _ = kind
-        parts = [
-            self._part(("forward", size, drafts, 0), self._forward),
-            self._part(("sample", size, drafts, int(adjusted)), self._sample),
-        ]
+        drafts, proposals, adjusted, keeps = kind
+        parts = [self._part(("forward", size, drafts, int(keeps)), self._forward)]
+        if keeps:
+            parts.append(self._background(size))
+        parts.append(self._part(("sample", size, drafts, int(adjusted) + 2 * keeps), self._sample))
         if self._decode.has_drafter:
             parts.append(self._part(("propose", size, drafts, proposals), self._propose))
         return parts
 
     def _part(self, key: tuple[str, int, int, int], function: Callable[[int, int, int], None]) -> Replay:
         if key not in self._graphs:
-            self._lane_ids.fill_(PADDING)  # so that nothing of any lane is touched meanwhile
-            self._loaded = []
+            self._spare_all()
             self._graphs[key] = self._record(partial(function, *key[1:]))
         return self._graphs[key]
 
-    def _forward(self, size: int, num_drafts: int, _: int) -> None:
-        rows = size * (1 + num_drafts)
-        self._logits[:rows].copy_(self._decode.forward(self._lane_ids[:size], num_drafts, self._aux[:rows]))
+    def _background(self, size: int) -> Replay:
+        key, lookahead = ("background", size, 0, 0), self._lookahead
+        assert lookahead is not None, "a plan keeps queries where no lane is ever sparse"
+        if key not in self._graphs:
+            self._spare_all()
+            with lookahead.order.streams.background():
+                recorded = self._record_aside(partial(lookahead.background.run, size))
+            self._graphs[key] = _Aside(recorded, lookahead.order.streams)
+        return self._graphs[key]
 
-    def _sample(self, size: int, num_drafts: int, adjusted: int) -> None:
+    def _spare_all(self) -> None:
+        """Nothing of any lane is to be touched by what is recorded now."""
+        self._lane_ids.fill_(PADDING)
+        self._loaded = []
+        if self._lookahead is not None:
+            self._lookahead.forget()
+
+    def _forward(self, size: int, num_drafts: int, keeps: int) -> None:
         rows = size * (1 + num_drafts)
-        tokens, counts = self._decode.sample(self._logits[:rows], self._lane_ids[:size], adjusted=bool(adjusted))
+        logits = self._decode.forward(self._lane_ids[:size], num_drafts, self._aux[:rows], keeps_queries=bool(keeps))
+        self._logits[:rows].copy_(logits)
+
+    def _sample(self, size: int, num_drafts: int, how: int) -> None:
+        rows = size * (1 + num_drafts)
+        lanes, (keeps, adjusted) = self._lane_ids[:size], divmod(how, 2)
+        tokens, counts = self._decode.sample(
+            self._logits[:rows], lanes, adjusted=bool(adjusted), keeps_queries=bool(keeps)
+        )
         self._tokens[:rows].copy_(tokens.flatten())
         self._counts[:size].copy_(counts)
 

@@ -7,22 +7,33 @@ Only cuDNN's attention and the CUDA graphs themselves have stand-ins.
 import random
 import re
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import msgspec
 import pytest
 import torch
 
+from minserve.config import BLOCK_SIZE
 from minserve.kernels.accept_drafts import accept_drafts_triton
 from minserve.kernels.adjust_logits import adjust_logits_triton, count_tokens_triton
+from minserve.kernels.build_digests import build_digests_triton
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
+from minserve.kernels.fetch_blocks import fetch_blocks_triton
 from minserve.kernels.gather_pages import gather_keys_triton
+from minserve.kernels.keep_queries import keep_queries_triton
 from minserve.kernels.merge_attention import merge_attention_triton
 from minserve.kernels.norm_rope_store import norm_rope_store_triton
+from minserve.kernels.retire_block import retire_block_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import draw_triton
+from minserve.kernels.score_blocks import score_blocks_triton, wanted_blocks_triton
+from minserve.kernels.select_blocks import select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
+from minserve.kernels.sparse_rows import advance_ring_triton, sparse_rows_triton
 from minserve.kernels.step_inputs import step_inputs_triton
+from minserve.lookahead.pipeline import Lookahead
 from minserve.runner.decode import StepKind
 from minserve.runner.graphs import DecodeGraphs
 from minserve.runner.prefill import FlashShapes
@@ -71,6 +82,19 @@ KERNELS = {
         "draw": draw_triton,
     },
     "minserve.runner.decode": {"step_inputs": step_inputs_triton},
+    "minserve.lookahead.pipeline": {
+        "advance_ring": partial(advance_ring_triton, block_size=BLOCK_SIZE),
+        "sparse_rows": partial(sparse_rows_triton, block_size=BLOCK_SIZE),
+        "keep_queries": keep_queries_triton,
+    },
+    "minserve.lookahead.layers": {
+        "score_blocks": score_blocks_triton,
+        "wanted_blocks": wanted_blocks_triton,
+        "select_blocks": select_blocks_triton,
+        "fetch_blocks": fetch_blocks_triton,
+        "retire_block": retire_block_triton,
+    },
+    "minserve.memory.working_sets": {"build_digests": build_digests_triton},
     "minserve.runner.sampler": {
         "adjust_logits": adjust_logits_triton,
         "draw": draw_triton,
@@ -104,8 +128,12 @@ def compiled_engine(folder, num_drafts, **options):
         options["num_draft_tokens"] = num_drafts
     engine = tiny_engine(folder, MODEL, max_num_seqs=5, max_num_batched_tokens=24, **options)
     runner = engine._runner
+    if (lookahead := runner._steps.lookahead) is not None:
+        order = replace(lookahead.order, on_host=False)
+        runner._steps.lookahead = Lookahead(lookahead.sets, recalls=False, max_entries=8, order=order, grouped=False)
     graphs = DecodeGraphs(
         runner._decode,
+        Again,
         Again,
         max_lanes=5,
         most_drafts=num_drafts,
@@ -116,6 +144,36 @@ def compiled_engine(folder, num_drafts, **options):
     graphs.capture([StepKind(num_drafts, num_drafts)], lambda *_: None)
     runner._decode, runner._shapes = graphs, FlashShapes.for_chunks_of(24)
     return engine
+
+
+SPARSE = {"sparse": "above", "sparse_above": 40, "host_kv": 2**22, "working_set_blocks": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_recorded_backgrounds_of_sparse_requests_give_the_answers_of_the_references(tmp_path, num_drafts, run_ahead):
+    """Rows alike: with a few slots a text depends on what else the drafts have had fetched."""
+    options = SPARSE | {"run_ahead": run_ahead, "verify_drafts": 1 if num_drafts else 0}
+    with triton_kernels():
+        compiled = compiled_engine(tmp_path, num_drafts, **options)
+        found = finish(compiled, *long_requests())
+    (tmp_path / "b").mkdir()
+    expected = finish(compiled_engine(tmp_path / "b", num_drafts, **options), *long_requests())
+    for name, deltas in expected.items():
+        assert deltas[-1].sparse is not None
+        assert deltas[-1].sparse.misses > 0
+        assert found[name][-1].sparse == deltas[-1].sparse
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert [token for delta in found[name] for token in delta.token_ids] == tokens
+    compiled.check()
+
+
+def long_requests():
+    rng = random.Random(3)
+    for number in range(3):
+        prompt = [rng.randrange(VOCAB) for _ in range((70, 130, 101)[number])]
+        yield submit(str(number), prompt, max_tokens=24, temperature=0.8, seed=number)
 
 
 def requests():

@@ -1,6 +1,7 @@
 """The device's half of a sparse request: what its pages hold after every step, and what that makes of its logits."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import SparsePolicy
 from minserve.kernels.sparse_rows import RING
+from minserve.lookahead.order import Order
 from tests.engine.heads import write_head
 from tests.engine.tiny import CONFIG, tiny_engine
 from tools.sparse_lab import SparseLab
@@ -103,6 +105,41 @@ def test_pages_hold_what_the_maps_say_after_every_step(tmp_path, num_slots, cap,
     assert all(torch.isfinite(row).all() for row in logits)
     if num_slots == 4:
         assert any(step.misses > step.cut for step in fetched), "nothing was ever fetched"
+
+
+def as_on_a_gpu(own):
+    """Its background layer by layer and in tensors of fixed width, without a look at what they hold."""
+    order = replace(Order.of(own.kv.device, len(own.kv)), on_host=False)
+    own._run_with(own.sets, recalls=own.lookahead.recalls, order=order, grouped=False, max_entries=4)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "fields", "miss_policy"),
+    [
+        (0, {"cap": 2}, "approximate"),
+        (1, {"looks_ahead": True, "retry_above": 0.1, "cap": 1}, "retry"),
+        (3, {"looks_ahead": True, "num_verified": 2, "retry_above": 0.3}, "retry"),
+        (0, {}, "recall"),
+    ],
+)
+def test_a_background_layer_by_layer_does_the_same_as_one_of_all_layers(tmp_path, num_drafts, fields, miss_policy):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    labs = [lab(tmp_path / name, 6, num_drafts, miss_policy=miss_policy) for name in "ab"]
+    as_on_a_gpu(labs[1])
+    for own in labs:
+        own.read(PROMPT, NEW)
+        own.decode(), own.decode()
+        own.demote(policy(**fields))
+    num_again = 0
+    for number in range(50):
+        steps = [own.decode(refill=5 if number % 3 else 0, saved=9) for own in labs]
+        assert steps[0] == steps[1]
+        num_again += not steps[0].tokens
+        for one, other in zip((*labs[0].sets.maps, labs[0].sets.by_layer), (*labs[1].sets.maps, labs[1].sets.by_layer)):
+            assert torch.equal(one, other)
+        check(labs[1])
+    assert (num_again > 0) == (miss_policy == "retry")
 
 
 def test_a_step_with_surprises_runs_again_once_and_then_has_what_it_wants(tmp_path):
