@@ -21,6 +21,7 @@ from minserve.engine.sizing import (
     choose_context,
     choose_device,
     choose_dtype,
+    fit_digests,
     kv_cache_bytes,
     num_host_blocks,
     refuse_unsupported,
@@ -29,6 +30,7 @@ from minserve.engine.sparse_rules import SparseRules
 from minserve.errors import ConfigError, RequestError
 from minserve.grammar import Grammars, Vocabulary
 from minserve.kernels.sparse_rows import RING
+from minserve.lookahead.background import Background
 from minserve.lookahead.pipeline import Lookahead
 from minserve.memory.blocks import BlockManager, blocks_for
 from minserve.memory.copies import CopyEngine, StreamCopies, SyncCopies
@@ -92,12 +94,16 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     head = _load_head(config, model, machine)
     new_drafter = partial(_drafter, head, config.draft_window)
     kv_bytes = kv_cache_bytes(config, device, _workspace_bytes(model, machine, new_drafter))
+    page_bytes = KVPages.bytes_per_page(model_config, dtype)
+    if device.type == "cuda":
+        num_blocks, sets_bytes = _on_gpu_for_host_blocks(config, machine, model_config, kv_bytes)
+        kv_bytes -= sets_bytes
     max_model_len, num_pages = choose_context(config, model_config, dtype, machine.max_num_seqs, kv_bytes)
     pages = KVPages(model_config, num_pages, dtype, device)
-    promised_bytes = pages.kv.nbytes if device.type == "cpu" else 0
-    num_blocks = num_host_blocks(config, KVPages.bytes_per_page(model_config, dtype), promised_bytes)
+    if device.type == "cpu":
+        num_blocks = num_host_blocks(config, page_bytes, pages.kv.nbytes)
     host = HostPool(num_blocks, pages, partial(progress, "host memory, GiB"))
-    has_sets = _has_working_sets(config, device, host.kv.shape[0])
+    has_sets = _has_working_sets(config, num_blocks)
     max_blocks = max(blocks_for(max_model_len), config.working_set_blocks + RING if has_sets else 0)
     lanes = Lanes(machine.max_num_seqs, max_blocks, model_config.vocab_size, device)
     sets = WorkingSets(pages, host, lanes, model_config.num_heads, config.working_set_blocks) if has_sets else None
@@ -144,14 +150,31 @@ def _copies(host: HostPool, device: torch.device) -> CopyEngine:
     return StreamCopies(host.move_all, CudaStream(device)) if device.type == "cuda" else SyncCopies(host.move)
 
 
-def _has_working_sets(config: EngineConfig, device: torch.device, num_host_blocks: int) -> bool:
+def _has_working_sets(config: EngineConfig, num_host_blocks: int) -> bool:
     """Whether requests may be sparse. That needs host blocks for all that has no page."""
-    possible = num_host_blocks > 0 and device.type == "cpu"
-    if config.sparse == "above" and not possible:
-        raise ConfigError(
-            "--sparse above: working sets run on the CPU in this version, and need host memory: --host-kv SIZE"
-        )
-    return possible and config.sparse != "never"
+    return num_host_blocks > 0 and config.sparse != "never"
+
+
+def _on_gpu_for_host_blocks(
+    config: EngineConfig, machine: _Machine, model: ModelConfig, kv_bytes: int
+) -> tuple[int, int]:
+    """(host blocks, the GPU's bytes for the working sets that they allow, which come out of kv_bytes)."""
+    num_blocks = num_host_blocks(config, KVPages.bytes_per_page(model, machine.dtype), 0)
+    if not _has_working_sets(config, num_blocks):
+        return num_blocks, 0
+    num_slots, entries = config.working_set_blocks, graph_sizes(machine.max_num_seqs)[-1]
+    max_blocks = max(blocks_for(config.max_model_len or model.max_position_embeddings), num_slots + RING)
+    sets_bytes = partial(
+        WorkingSets.bytes_for,
+        model,
+        machine.dtype,
+        num_lanes=machine.max_num_seqs,
+        max_blocks=max_blocks,
+        num_slots=num_slots,
+    )
+    passes = Background.bytes_for(model.num_layers, model.num_kv_heads, num_slots, max_blocks, entries)
+    num_blocks = fit_digests(config, num_blocks, kv_bytes, lambda number: passes + sets_bytes(num_host_blocks=number))
+    return num_blocks, passes + sets_bytes(num_host_blocks=num_blocks)
 
 
 def _sparse_rules(config: EngineConfig, pages: KVPages, *, has_head: bool) -> SparseRules:

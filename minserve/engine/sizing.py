@@ -3,6 +3,8 @@
 Owns: the arithmetic and its refusals. Does not know: models' modules or requests.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from minserve.config import BLOCK_SIZE, EngineConfig
@@ -19,6 +21,9 @@ SMALLEST_CONTEXT = 256
 CPU_SHARE_OF_FREE_MEMORY = 0.25
 AUTO_SHARE_OF_HOST_MEMORY = 0.8
 """Of what is free when the engine starts, `--host-kv auto` leaves a fifth to everything that comes later."""
+
+DIGESTS_SHARE_OF_KV_MEMORY = 0.5
+"""Of the GPU's memory for KV, what working sets may take beside their pages."""
 
 CUDA_HEAD_DIMS = (64, 128)
 CUDA_DRIVER_BYTES = GIB // 2
@@ -136,6 +141,24 @@ def num_host_blocks(config: EngineConfig, page_bytes: int, promised_bytes: int) 
             "here; lower it, or give the container more"
         )
     return config.host_kv // page_bytes
+
+
+def fit_digests(config: EngineConfig, num_host_blocks: int, kv_bytes: int, bytes_for: Callable[[int], int]) -> int:
+    """As many of so many host blocks as the GPU has room for, whose digests and other tables come out of kv_bytes.
+    bytes_for: of those of so many host blocks. Raises ConfigError if fewer would do than were asked for."""
+    most = int(DIGESTS_SHARE_OF_KV_MEMORY * kv_bytes)
+    least, needed = bytes_for(0), bytes_for(num_host_blocks)
+    if needed <= most:
+        return num_host_blocks
+    fitting = int((most - least) // ((needed - least) / num_host_blocks)) if most > least else 0
+    if config.host_kv == "auto" and fitting > 0:
+        return fitting
+    raise ConfigError(
+        f"{num_host_blocks} host blocks (--host-kv) and {config.working_set_blocks} slots (--working-set-blocks) need "
+        f"{needed / GIB:.2f} GiB of the GPU's memory for digests and tables, and at most half of the "
+        f"{kv_bytes / GIB:.2f} GiB for KV cache may be that: lower --host-kv to {fitting / num_host_blocks:.0%} of it"
+        ", or --max-num-seqs, or --max-model-len; or say --sparse never"
+    )
 
 
 def cpu_has_bfloat16() -> bool:

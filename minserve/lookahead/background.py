@@ -60,6 +60,13 @@ class Background:
         self.counters = torch.zeros(max_entries, COUNTERS, dtype=torch.int64, device=device)
         self.recalled = torch.zeros(max_entries, 3, dtype=torch.int64, device=device)
 
+    @staticmethod
+    def bytes_for(num_layers: int, kv_heads: int, num_slots: int, max_blocks: int, max_entries: int) -> int:
+        """Bytes that a pass over single layers needs beside the working sets: what is wanted, and the plans, of all
+        layers, and the scores of one."""
+        each_layer = 2 * max_blocks + 8 * num_slots
+        return max_entries * kv_heads * (num_layers * each_layer + 16 * max_blocks + 24 * num_slots)
+
     def run(self, num_entries: int) -> None:
         """Of the step whose foreground has been launched last, up to its logits. On the background's stream."""
         sets, order = self._sets, self._order

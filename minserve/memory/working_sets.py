@@ -8,24 +8,37 @@ ranked has one, whoever else holds it, so there is nothing to allocate, share or
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Demotion, StepPlan
 from minserve.kernels.build_digests import build_digests
 from minserve.kernels.demote_lane import demote_lane, rank_for_demotion
 from minserve.kernels.score_blocks import LOOKAHEAD
 from minserve.kernels.select_blocks import SlotMaps
 from minserve.kernels.sparse_rows import RING
-from minserve.memory.host_pool import HostPool
 from minserve.memory.lanes import Lanes
-from minserve.memory.pages import KVPages, zeros
+from minserve.memory.pages import zeros
 from minserve.memory.transfer import to_device
+from minserve.models.config import ModelConfig
 
 Blocks = np.ndarray[Any, Any]
 """A number or a bool for each block."""
+
+
+class HasKV(Protocol):
+    """Pages, or host blocks."""
+
+    kv: torch.Tensor
+
+
+class _Shape(NamedTuple):
+    """What has none of either, only their shape."""
+
+    kv: torch.Tensor
 
 
 class WorkingSets:
@@ -49,7 +62,7 @@ class WorkingSets:
     step: [1] int32                                      steps so far: the clock of slot_used
     """
 
-    def __init__(self, pages: KVPages, host: HostPool, lanes: Lanes, num_heads: int, num_slots: int) -> None:
+    def __init__(self, pages: HasKV, host: HasKV, lanes: Lanes, num_heads: int, num_slots: int) -> None:
         num_layers, _, kv_heads, _, _, head_dim = pages.kv.shape
         device, dtype, num_lanes = lanes.device, pages.kv.dtype, lanes.num_lanes
         max_blocks = lanes.page_table.shape[1]
@@ -78,6 +91,24 @@ class WorkingSets:
         self.retry_above = table(torch.float32, num_lanes, fill=torch.inf)
         self.by_layer = table(torch.int64, num_layers, 4)
         self.step = table(torch.int32, 1)
+
+    @staticmethod
+    def bytes_for(
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        num_lanes: int,
+        max_blocks: int,
+        num_slots: int,
+        num_host_blocks: int,
+    ) -> int:
+        """Bytes of the tables of such sets, before there are any."""
+        device = torch.device("meta")
+        kv_shape = (config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
+        pages = _Shape(torch.empty(config.num_layers, 1, *kv_shape, dtype=dtype, device=device))
+        host = _Shape(torch.empty(num_host_blocks, config.num_layers, *kv_shape, dtype=dtype, device=device))
+        lanes = Lanes(num_lanes, max_blocks, 1, device)
+        return WorkingSets(pages, host, lanes, config.num_heads, num_slots).nbytes
 
     @property
     def nbytes(self) -> int:
