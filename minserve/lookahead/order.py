@@ -125,7 +125,7 @@ class _CudaSignal:
     """An event that graphs may wait for without having recorded it themselves: another one did, or nobody has yet."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event(external=True)
+        self._event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
         self._event.record()
 
     def record(self) -> None:
@@ -140,7 +140,8 @@ class _CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._background, self._finisher, *self._fetchers = (
-            torch.cuda.Stream(device, priority=-1) for _ in range(2 + NUM_FETCHERS)
+            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            for _ in range(2 + NUM_FETCHERS)
         )
         self._ends: dict[int, torch.cuda.Event] = {}
 

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,7 +65,7 @@ class PinnedMemory:
         ctypes.memset(self.bytes.data_ptr() + begin, 0, size)  # lets other threads run
 
     def _register(self, begin: int, size: int) -> None:
-        status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr() + begin, size, 0)
+        status = _cudart().cudaHostRegister(self.bytes.data_ptr() + begin, size, 0)
         if int(status) != 0:
             ready = sum(PIECE_BYTES for _ in self._pieces) / GIB
             self.close()
@@ -77,13 +78,17 @@ class PinnedMemory:
     def close(self) -> None:
         """Unregister. Nothing on the device may use the memory any more."""
         while self._pieces:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr() + self._pieces.pop())
+            _cudart().cudaHostUnregister(self.bytes.data_ptr() + self._pieces.pop())
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def cpus_near(device: torch.device) -> frozenset[int]:
     """The cores of the GPU's NUMA node that this process may use; empty where nobody says, or it may use none."""
     try:
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)  # whose stub knows no PCI address
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
         listed = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""

@@ -13,7 +13,7 @@ class CudaStream:
     """high_priority: its kernels are given free multiprocessors before those of others."""
 
     def __init__(self, device: torch.device, *, high_priority: bool = False) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)
+        self._stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
 
     def entered(self) -> AbstractContextManager[Any]:
         """As `Stream`."""
@@ -21,4 +21,5 @@ class CudaStream:
 
     def record_event(self) -> torch.cuda.Event:
         """As `Stream`."""
-        return self._stream.record_event()
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
