@@ -10,15 +10,12 @@ Of a (lane, KV head), with `wanted` the blocks that the lookahead row's ranking 
                  its allowance
 
 The admitted of a head, in the order of blocks, go into as many of its evictable slots, the first of these, in the order
-of their numbers. A head's share of the allowance follows from scores alone: whoever computes it, in whatever order,
-gets the same. What is not admitted is cut, and competes again in the next step.
+of their numbers. A head's share of the allowance follows from scores alone, in whatever order it is computed. What is
+not admitted is cut, and competes again in the next step. A block that leaves this step's ring is no miss here:
+`retire_block` takes care of it, after the fetches.
 
-The ring is that of this step's rows, so a block that leaves it now is no miss here: `retire_block` (retire_block.py)
-takes care of it, after the fetches.
-
-On the device all three choices are the same one, "the n best of a row" (keep_best.py), of misses, of an entry's
-candidates, and of slots. One kernel finds each head's candidates; in a second, each head finds the allowance's share
-again out of all candidates of its entry.
+On the device all three choices are "the n best of a row" (keep_best.py), of misses, of an entry's candidates, and of
+slots. One kernel finds each head's candidates; in a second, each head finds the allowance's share out of all of them.
 """
 
 from typing import NamedTuple
@@ -38,8 +35,7 @@ class FetchPlan(NamedTuple):
 
     counters: [entries, kv_heads, 5] int32:
         hits, misses; cut: misses that are not fetched
-        surprises: blocks that the normal row wants and that are neither in a slot nor in the ring
-        asked: blocks that the normal row wants and that are not in the ring
+        surprises, asked: blocks that the normal row wants outside the ring, those in no slot, and all of them
     Zero for who does not take part.
     """
 
@@ -77,8 +73,8 @@ def select_blocks(
     maps.check(kv_heads)
     num_lanes, _, max_blocks = maps.block_slot.shape
     assert wanted.shape == scores.shape == normal_wanted.shape, (wanted.shape, scores.shape, normal_wanted.shape)
-    assert (wanted.dtype, normal_wanted.dtype) == (torch.bool, torch.bool), (wanted.dtype, normal_wanted.dtype)
-    assert scores.dtype == torch.float32, scores.dtype
+    dtypes = (wanted.dtype, normal_wanted.dtype, scores.dtype)
+    assert dtypes == (torch.bool, torch.bool, torch.float32), dtypes
     assert num_blocks <= max_blocks, (num_blocks, max_blocks)
     assert all(each[:1].is_contiguous() for each in (wanted, scores, normal_wanted))
     for numbers in (lanes, ring_start):
@@ -124,12 +120,12 @@ def select_blocks_reference(
 
     used = torch.where(are_wanted(slot_block, wanted), step, slot_used)
     write_where(maps.slot_used, lanes, used, takes_part)
-    num_misses = misses.sum(dim=-1)
     asked = normal_wanted & (behind_ring & takes_part[:, None])[:, None, :]
-    num_cut, surprises = num_misses - admitted.sum(dim=-1), asked & ~in_slot
-    counters = (hits.sum(dim=-1), num_misses, num_cut, surprises.sum(dim=-1), asked.sum(dim=-1))
+    counted = (hits, misses, misses, asked & ~in_slot, asked)
+    counters = torch.stack([each.sum(dim=-1) for each in counted], dim=-1)
+    counters[..., 2] -= admitted.sum(dim=-1)
     blocks, slots = _sorted(blocks, admitted), _sorted(_first(slots, cap), admitted)
-    return FetchPlan(blocks, slots, torch.stack(counters, dim=-1).to(torch.int32))
+    return FetchPlan(blocks, slots, counters.to(torch.int32))
 
 
 def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,10 +222,11 @@ def _find_candidates_kernel(
     asked = inside & (tl.load(normal_wanted + block, mask=inside, other=0) != 0)
     missed = absent & is_wanted
     num_missed = tl.sum(missed.to(tl.int32), 0)
-    tl.store(counters + row * 5, tl.sum((is_wanted & ~absent).to(tl.int32), 0))
-    tl.store(counters + row * 5 + 1, num_missed)
-    tl.store(counters + row * 5 + 3, tl.sum((asked & absent).to(tl.int32), 0))
-    tl.store(counters + row * 5 + 4, tl.sum(asked.to(tl.int32), 0))
+    counters += row * 5
+    tl.store(counters, tl.sum((is_wanted & ~absent).to(tl.int32), 0))
+    tl.store(counters + 1, num_missed)
+    tl.store(counters + 3, tl.sum((asked & absent).to(tl.int32), 0))
+    tl.store(counters + 4, tl.sum(asked.to(tl.int32), 0))
 
     score = tl.load(scores + entry * scores_stride + head * num_blocks + block, mask=missed, other=0.0)
     limit = tl.minimum(tl.sum(may_go.to(tl.int32), 0), cap)

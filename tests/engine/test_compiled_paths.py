@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from minserve.config import BLOCK_SIZE
+from minserve.kernels import fetch_blocks as kernels_that_fetch
 from minserve.kernels.accept_drafts import accept_drafts_triton
 from minserve.kernels.adjust_logits import adjust_logits_triton, count_tokens_triton
 from minserve.kernels.build_digests import build_digests_triton
@@ -124,21 +125,23 @@ def triton_kernels(kernels=KERNELS):
         yield
 
 
-def compiled_engine(folder, num_drafts, **options):
+def compiled_engine(folder, num_drafts, max_lanes=5, **options):
     """An engine whose steps are recorded and padded, and whose prefill has fixed shapes."""
     if num_drafts:
         options |= {"draft_path": str(write_head(folder / "head", hidden=48, head_dim=64)), "draft_window": 64}
         options["num_draft_tokens"] = num_drafts
-    engine = tiny_engine(folder, MODEL, max_num_seqs=5, max_num_batched_tokens=24, **options)
+    engine = tiny_engine(folder, MODEL, max_num_seqs=max_lanes, max_num_batched_tokens=24, **options)
     runner = engine._runner
     if (lookahead := runner._steps.lookahead) is not None:
         order = replace(lookahead.order, on_host=False)
-        runner._steps.lookahead = Lookahead(lookahead.sets, recalls=False, max_entries=8, order=order, grouped=False)
+        runner._steps.lookahead = Lookahead(
+            lookahead.sets, recalls=False, max_entries=max_lanes, order=order, grouped=False
+        )
     graphs = DecodeGraphs(
         runner._decode,
         Again,
         Again,
-        max_lanes=5,
+        max_lanes=max_lanes,
         most_drafts=num_drafts,
         vocab_size=VOCAB,
         dtype=torch.float32,
@@ -156,15 +159,15 @@ SPARSE = {"sparse": "above", "sparse_above": 40, "host_kv": 2**22, "working_set_
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_recorded_backgrounds_of_sparse_requests_give_the_answers_of_the_references(tmp_path, num_drafts):
     """Rows alike: with a few slots a text depends on what else the drafts have had fetched."""
-    options = SPARSE | {"run_ahead": 1, "verify_drafts": 1 if num_drafts else 0}
-    with triton_kernels(SPARSE_KERNELS):
+    options = SPARSE | {"run_ahead": 1, "verify_drafts": 1 if num_drafts else 0, "max_lanes": 2}
+    with triton_kernels(SPARSE_KERNELS), patch.object(kernels_that_fetch, "PROGRAMS", 2):
         compiled = compiled_engine(tmp_path, num_drafts, **options)
         found = finish(compiled, *long_requests())
     (tmp_path / "b").mkdir()
     expected = finish(compiled_engine(tmp_path / "b", num_drafts, **options), *long_requests())
     for name, deltas in expected.items():
         assert deltas[-1].sparse is not None
-        assert deltas[-1].sparse.misses > 0
+        assert deltas[-1].sparse.misses > 0, "all of it is in slots"
         assert found[name][-1].sparse == deltas[-1].sparse
         tokens = [token for delta in deltas for token in delta.token_ids]
         assert [token for delta in found[name] for token in delta.token_ids] == tokens
@@ -173,9 +176,9 @@ def test_recorded_backgrounds_of_sparse_requests_give_the_answers_of_the_referen
 
 def long_requests():
     rng = random.Random(3)
-    for number in range(3):
-        prompt = [rng.randrange(VOCAB) for _ in range((70, 110, 85)[number])]
-        yield submit(str(number), prompt, max_tokens=20, temperature=0.8, seed=number)
+    for number in range(2):
+        prompt = [rng.randrange(VOCAB) for _ in range((75, 95)[number])]
+        yield submit(str(number), prompt, max_tokens=12, temperature=0.8, seed=number)
 
 
 def requests():
