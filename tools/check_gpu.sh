@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All tests that need a GPU, and compute-sanitizer over small calls of every kernel, on a machine with a CUDA device.
-# Usage: tools/check_gpu.sh [kernels|engines|memcheck]...      (all, if none is named; the whole output is in $OUT)
+# Usage: tools/check_gpu.sh [kernels|engines|sparse|memcheck]...      (all, if none is named; the whole output is in $OUT)
 # Needs pytest, pytest-xdist and transformers. Without a network, PIP_FIND_LINKS names the default model's folder.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -16,8 +16,15 @@ kernels() {
 
 # One after the other, since an engine takes the GPU's memory for itself.
 engines() {
-  timeout 240 "${pytest[@]}" tests/gpu tests/engine/test_equals_transformers.py >"$out/engines.txt" 2>&1 || status=1
+  timeout 240 "${pytest[@]}" tests/gpu tests/engine/test_equals_transformers.py \
+    --ignore=tests/gpu/test_sparse_on_gpu.py >"$out/engines.txt" 2>&1 || status=1
   tail -n 25 "$out/engines.txt"
+}
+
+# Small engines, several at a time.
+sparse() {
+  timeout 400 "${pytest[@]}" -n 4 tests/gpu/test_sparse_on_gpu.py >"$out/sparse.txt" 2>&1 || status=1
+  tail -n 25 "$out/sparse.txt"
 }
 
 # Every tensor has an allocation of its own then, so that what is read or written behind its end is seen.
@@ -33,6 +40,7 @@ memcheck() {
     fetch_blocks.py::test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere
     filter_logits.py::test_what_is_not_allowed_does_not_count
     fp8.py::test_the_kernel_rounds_as_the_reference_bit_by_bit
+    keep_queries.py::test_the_lookahead_row_and_the_normal_row_are_kept_for_each_lane
     gather_pages.py::test_every_head_has_its_own_keys
     linear.py::test_in_of_one_piece
     linear.py::test_gates_far_from_zero
@@ -53,8 +61,8 @@ memcheck() {
   tail -n 8 "$out/memcheck.txt"
 }
 
-[ $# -gt 0 ] || set -- kernels engines memcheck
+[ $# -gt 0 ] || set -- kernels engines sparse memcheck
 for part in "$@"; do
-  case $part in kernels | engines | memcheck) "$part" ;; *) sed -n 2,4p "$0" && exit 2 ;; esac
+  case $part in kernels | engines | sparse | memcheck) "$part" ;; *) sed -n 2,4p "$0" && exit 2 ;; esac
 done
 exit $status
