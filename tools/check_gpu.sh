@@ -40,8 +40,8 @@ memcheck() {
     fetch_blocks.py::test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere
     filter_logits.py::test_what_is_not_allowed_does_not_count
     fp8.py::test_the_kernel_rounds_as_the_reference_bit_by_bit
-    keep_queries.py::test_the_lookahead_row_and_the_normal_row_are_kept_for_each_lane
     gather_pages.py::test_every_head_has_its_own_keys
+    keep_queries.py::test_the_lookahead_row_and_the_normal_row_are_kept_for_each_lane
     linear.py::test_in_of_one_piece
     linear.py::test_gates_far_from_zero
     merge_attention.py::test_merged_pieces_equal_one_softmax_over_all_keys

@@ -32,7 +32,9 @@ Blocks = np.ndarray[Any, Any]
 class HasKV(Protocol):
     """Pages, or host blocks."""
 
-    kv: torch.Tensor
+    @property
+    def kv(self) -> torch.Tensor:
+        """Laid out as in `KVPages`, or in `HostPool`."""
 
 
 class _Shape(NamedTuple):
