@@ -11,11 +11,15 @@ fiftieth. A first kernel looks up what there is to fetch, writes the maps, and l
 programs, as many as fill the link, and these walk over the list; so a plan that fetches little takes little. The list's
 order is anybody's guess, and no copy depends on another.
 
+Host blocks may be in 8 bits (fp8_blocks.py). Then half as much crosses the link, and what has come is multiplied by
+scales[host_table[lane, blocks[i]], layer, h], one for K and one for V, in float32, and rounded to the pages' dtype.
+
 The torch reference reads host blocks that lie on the device of the pages.
 """
 
 import torch
 
+from minserve.kernels.fp8_blocks import check_scales, dequantize_blocks
 from minserve.kernels.lang import tl, triton
 from minserve.kernels.masked_write import repeat_valid
 from minserve.kernels.retire_block import retire_block
@@ -26,6 +30,9 @@ __all__ = ["fetch_blocks", "retire_block"]
 
 PROGRAMS = 32
 """Of one warp each, which copy a block at once: enough to fill the link (51 GB/s of 55 on an H200)."""
+
+PROGRAMS_FP8 = 64
+"""Of blocks of half the bytes: as many bytes under way, which is what fills a link. Not measured yet."""
 
 TILE = 128
 """Fetches that a program looks up at once."""
@@ -41,27 +48,30 @@ def fetch_blocks(
     host_table: torch.Tensor,
     kv: torch.Tensor,
     page_table: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Carries the plan out: writes pages of slots and all three maps.
 
     plan, maps, lanes, step: as in `select_blocks`
-    host: [host_blocks, layers, kv_heads, 2 (K, V), 16, head_dim], of the pages' dtype, in pinned memory or on their
-        device; layer: the one that kv is of
+    host: [host_blocks, layers, kv_heads, 2 (K, V), 16, head_dim], of the pages' dtype, or float8_e4m3fn where there are
+        scales, in pinned memory or on the pages' device; layer: the one that kv is of
     host_table: [num_lanes, max_blocks] int32, the host block of each block, -1: none. What has none is not fetched
     kv: [pages, kv_heads, 2, 16, head_dim], one layer's; page_table: [num_lanes, columns] int32. All contiguous.
+    scales: [host_blocks, layers, kv_heads, 2] float32, on the pages' device; None: of host blocks in their dtype
     """
     entries, kv_heads, _ = plan.blocks.shape
     check_slots(maps, lanes, step, kv, page_table)
     assert lanes.shape == (entries,), (lanes.shape, plan.blocks.shape)
     assert plan.blocks.shape == plan.slots.shape, (plan.blocks.shape, plan.slots.shape)
     assert kv_heads == kv.shape[1], (plan.blocks.shape, kv.shape)
-    assert (host.shape[2:], host.dtype) == (kv.shape[1:], kv.dtype), (host.shape, host.dtype, kv.shape, kv.dtype)
+    assert host.shape[2:] == kv.shape[1:], (host.shape, kv.shape)
+    check_scales(host, scales, kv)
     assert 0 <= layer < host.shape[1], (layer, host.shape)
     num_lanes, _, max_blocks = maps.block_slot.shape
     assert (host_table.shape, host_table.dtype) == ((num_lanes, max_blocks), torch.int32), host_table.shape
     assert all(each.is_contiguous() for each in (plan.blocks, plan.slots, host, host_table))
     run = fetch_blocks_triton if kv.is_cuda else fetch_blocks_reference
-    run(plan, maps, lanes, step, host, layer, host_table, kv, page_table)
+    run(plan, maps, lanes, step, host, layer, host_table, kv, page_table, scales)
 
 
 def fetch_blocks_reference(
@@ -74,6 +84,7 @@ def fetch_blocks_reference(
     host_table: torch.Tensor,
     kv: torch.Tensor,
     page_table: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     if plan.blocks.numel() == 0:
         return
@@ -84,7 +95,10 @@ def fetch_blocks_reference(
     valid = repeat_valid((block >= 0) & (host_block >= 0) & (lanes >= 0).repeat_interleave(plan.blocks[0].numel()))
 
     source = (host_block.clamp_min(0) * num_layers + layer) * kv_heads + head
-    found = host.view(-1, *host.shape[3:]).index_select(0, source[valid.pick])
+    source = source[valid.pick]
+    found = host.view(-1, *host.shape[3:]).index_select(0, source)
+    if scales is not None:
+        found = dequantize_blocks(found, scales.view(-1, 2).index_select(0, source), kv.dtype)
     take_slots(maps, lane, head, slot, block, valid, step, found, kv, page_table)
 
 
@@ -138,13 +152,18 @@ def _list_copies_kernel(
 
 
 @triton.jit
-def _copy_kernel(copies, num_copies, host, kv, size: tl.constexpr, width: tl.constexpr):
+def _copy_kernel(
+    copies, num_copies, host, scales, kv, size: tl.constexpr, width: tl.constexpr, has_scales: tl.constexpr
+):
     """size: of one head's K and V of a block; width: rounded up to a power of two."""
     offset = tl.arange(0, width)
     for number in range(tl.program_id(0), tl.load(num_copies), tl.num_programs(0)):
         source = tl.load(copies + 2 * number)
         target = tl.load(copies + 2 * number + 1)
         content = tl.load(host + source * size + offset, mask=offset < size)
+        if has_scales:
+            scale = tl.where(offset < size // 2, tl.load(scales + 2 * source), tl.load(scales + 2 * source + 1))
+            content = (content.to(tl.float32) * scale).to(kv.dtype.element_ty)
         tl.store(kv + target * size + offset, content, mask=offset < size)
 
 
@@ -158,6 +177,7 @@ def fetch_blocks_triton(
     host_table: torch.Tensor,
     kv: torch.Tensor,
     page_table: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     num_fetches = plan.blocks.numel()
     copies, num_copies = lanes.new_empty(num_fetches, 2), lanes.new_zeros(1, dtype=torch.int32)
@@ -182,7 +202,7 @@ def fetch_blocks_triton(
         TILE,
         num_warps=4,
     )
-    size = kv[0, 0].numel()
-    _copy_kernel[(min(PROGRAMS, num_fetches),)](
-        copies, num_copies, host, kv, size, triton.next_power_of_2(size), num_warps=1
+    size, programs = kv[0, 0].numel(), PROGRAMS if scales is None else PROGRAMS_FP8
+    _copy_kernel[(min(programs, num_fetches),)](
+        copies, num_copies, host, scales, kv, size, triton.next_power_of_2(size), scales is not None, num_warps=1
     )

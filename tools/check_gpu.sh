@@ -37,9 +37,11 @@ memcheck() {
     decode_attention.py::test_rows_of_one_entry_each_see_their_own_length
     decode_attention.py::test_the_number_of_splits_changes_nothing
     fetch_blocks.py::test_a_block_that_leaves_the_ring_goes_where_it_is_wanted_or_there_is_room
+    fetch_blocks.py::test_blocks_in_8_bits_are_scaled_and_rounded_to_the_dtype_of_pages
     fetch_blocks.py::test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere
     filter_logits.py::test_what_is_not_allowed_does_not_count
     fp8.py::test_the_kernel_rounds_as_the_reference_bit_by_bit
+    fp8_blocks.py::test_there_and_back_costs_a_sixteenth_or_a_thousandth_of_the_scale
     gather_pages.py::test_every_head_has_its_own_keys
     keep_queries.py::test_the_lookahead_row_and_the_normal_row_are_kept_for_each_lane
     linear.py::test_in_of_one_piece

@@ -16,7 +16,7 @@ from minserve.kernels.adjust_logits import Adjustments, adjust_logits_triton, co
 from minserve.kernels.build_digests import build_digests_triton
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
 from minserve.kernels.fetch_blocks import fetch_blocks_triton
-from minserve.kernels.fp8 import quantize_rows_triton
+from minserve.kernels.fp8 import FP8, quantize_rows_triton
 from minserve.kernels.gather_pages import gather_keys_triton
 from minserve.kernels.linear import (
     LINEAR_CHOICES,
@@ -106,7 +106,7 @@ def elementwise_calls(work: Work) -> Iterator[Call]:
     for per_entry in ROWS_PER_ENTRY:
         lanes = empty(max(1, rows // per_entry))
         yield functools.partial(step_inputs_triton, *numbers, table, lanes, per_entry - 1, BLOCK_SIZE)
-    for size in (model.hidden, model.mlp):
+    for size in (model.hidden, model.mlp, BLOCK_SIZE * model.head_dim):
         yield functools.partial(quantize_rows_triton, work.floats(rows, size))
 
 
@@ -181,7 +181,10 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     for cap in CAPS:
         yield functools.partial(select_blocks_triton, *ranking, maps, lanes, sparse, lanes, of_lane, step, cap)
     plan = FetchPlan(*(empty(entries, model.kv_heads, size, dtype=torch.int32) for size in (CAPS[0], CAPS[0], 4)))
-    yield functools.partial(fetch_blocks_triton, plan, maps, lanes, step, host, 1, host_table, kv, table)
+    fetch = functools.partial(fetch_blocks_triton, plan, maps, lanes, step)
+    yield functools.partial(fetch, host, 1, host_table, kv, table)
+    scales = empty(*host.shape[:4], dtype=torch.float32)
+    yield functools.partial(fetch, host.to(FP8), 1, host_table, kv, table, scales)
     yield functools.partial(retire_block_triton, lanes, ranking[0], maps, lanes, step, kv, table)
     cache = work.floats(LAYERS, PAGES, model.kv_heads, 2, BLOCK_SIZE, model.head_dim)
     yield functools.partial(store_blocks_triton, cache, host, lanes, lanes)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minserve.kernels.fetch_blocks import fetch_blocks, fetch_blocks_reference, fetch_blocks_triton
+from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from minserve.kernels.retire_block import retire_block, retire_block_reference, retire_block_triton
 from minserve.kernels.score_blocks import LOOKAHEAD
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps
@@ -17,9 +18,9 @@ BOTH_RETIRE = pytest.mark.parametrize("retire", [retire_block_reference, retire_
 
 
 class Case:
-    """Lanes with pages and host blocks of random content."""
+    """Lanes with pages and host blocks of random content. content: what the host blocks stand for."""
 
-    def __init__(self, lanes, device, dtype, head_dim=4):
+    def __init__(self, lanes, device, dtype, head_dim=4, is_fp8=False):
         self.lanes, self.device = lanes, device
         shape, columns = (lanes.kv_heads,), lanes.num_slots + RING + 1
         num_blocks = lanes.num_lanes * lanes.max_blocks
@@ -27,6 +28,11 @@ class Case:
         self.host_table = pages_for(lanes.num_lanes, lanes.max_blocks, device)
         self.kv = blocks_of_text(lanes.num_lanes * columns, *shape, device=device, dtype=dtype, head_dim=head_dim)
         self.host = blocks_of_text(num_blocks, LAYERS, *shape, device=device, dtype=dtype, head_dim=head_dim)
+        self.content, self.scales = self.host, None
+        if is_fp8:
+            sizes = 10.0 ** torch.randint(-3, 4, (*self.host.shape[:4], 1, 1), device=device)
+            self.host, self.scales = quantize_blocks((self.host * sizes).to(dtype))
+            self.content = dequantize_blocks(self.host, self.scales, dtype)
         self.maps = lanes.maps(device)
         self.step = torch.tensor([STEP], dtype=torch.int32, device=device)
         # What is expected, changed block by block.
@@ -50,7 +56,7 @@ class Case:
         blocks, slots = (each.contiguous() for each in both)
         lanes = torch.tensor(entries, device=self.device)
         empty = blocks.new_empty(0)
-        sources = (self.host, LAYER, self.host_table, self.kv, self.page_table)
+        sources = (self.host, LAYER, self.host_table, self.kv, self.page_table, self.scales)
         fetch(FetchPlan(blocks, slots, empty), self.maps, lanes, self.step, *sources)
 
     def retire(self, retire, retiring, wanted, entries):
@@ -93,8 +99,25 @@ def test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere(fetch, seed,
     for lane, heads in zip(entries, plan):
         for head, own in enumerate(heads):
             for block, slot in own:
-                content = case.host[case.host_table[lane, block].item(), LAYER, head]
+                content = case.content[case.host_table[lane, block].item(), LAYER, head]
                 case.put(lane, head, slot, block, content)
+    case.fetch(fetch, plan, entries)
+    case.check()
+
+
+@BOTH_FETCH
+@pytest.mark.parametrize("head_dim", [4, 96, 128])
+@pytest.mark.parametrize("pages", [torch.float32, torch.float16], ids=str)
+def test_blocks_in_8_bits_are_scaled_and_rounded_to_the_dtype_of_pages(fetch, pages, head_dim, device):
+    """Bit by bit as the reference does it."""
+    lanes = Lanes(head_dim, kv_heads=3, num_slots=5, empty=False)
+    case, entries = Case(lanes, device, pages, head_dim, is_fp8=True), [2, 0, 3]
+    plan = random_plan(lanes, entries)
+    assert sum(len(own) for heads in plan for own in heads) > 5
+    for lane, heads in zip(entries, plan):
+        for head, own in enumerate(heads):
+            for block, slot in own:
+                case.put(lane, head, slot, block, case.content[case.host_table[lane, block].item(), LAYER, head])
     case.fetch(fetch, plan, entries)
     case.check()
 
@@ -113,7 +136,7 @@ def test_a_block_without_a_host_copy_is_not_fetched(fetch, device, dtype):
     lanes.slot_block, lanes.ring_start = [[[0, 1, 2]]], [9]
     case = Case(lanes, device, dtype)
     case.host_table[0, 5] = -1
-    case.put(0, 0, 1, 6, case.host[case.host_table[0, 6].item(), LAYER, 0])
+    case.put(0, 0, 1, 6, case.content[case.host_table[0, 6].item(), LAYER, 0])
     case.fetch(fetch, [[[(5, 2), (6, 1)]]], [0])
     case.check()
 
@@ -128,19 +151,20 @@ def test_more_fetches_than_programs_look_up_or_copy_at_once(fetch, head_dim, dev
     for lane, heads in zip((2, 0), plan):
         for head, own in enumerate(heads):
             for block, slot in own:
-                case.put(lane, head, slot, block, case.host[case.host_table[lane, block].item(), LAYER, head])
+                case.put(lane, head, slot, block, case.content[case.host_table[lane, block].item(), LAYER, head])
     case.fetch(fetch, plan, [2, 0])
     case.check()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_blocks_come_from_pinned_memory(device, dtype):
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_blocks_come_from_pinned_memory(is_fp8, device, dtype):
     lanes = Lanes(0, num_lanes=1, kv_heads=2, num_slots=3)
     lanes.slot_block, lanes.ring_start = [[[0, 1, 2]] * 2], [9]
-    case = Case(lanes, device, dtype, head_dim=128)
+    case = Case(lanes, device, dtype, head_dim=128, is_fp8=is_fp8)
     case.host = case.host.cpu().pin_memory()
-    case.put(0, 1, 2, 7, case.host[case.host_table[0, 7].item(), LAYER, 1])
+    case.put(0, 1, 2, 7, case.content[case.host_table[0, 7].item(), LAYER, 1])
     case.fetch(fetch_blocks, [[[], [(7, 2)]]], [0])
     case.check()
 
@@ -191,9 +215,13 @@ def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     none = torch.full((1, 2, 4), -1, dtype=torch.int32, device=device)
     plan, (slot_block, slot_used, block_slot) = FetchPlan(none, none, none), case.maps
     rest = (case.kv, case.page_table)
+    host8, scales = quantize_blocks(case.host)
     for wrong in (
         (FetchPlan(none, none[:, :, :1], none), case.maps, lanes, case.step, case.host, 0, case.host_table, *rest),
         (plan, case.maps, lanes, case.step, case.host.half(), 0, case.host_table, *rest),
+        (plan, case.maps, lanes, case.step, host8, 0, case.host_table, *rest),
+        (plan, case.maps, lanes, case.step, case.host, 0, case.host_table, *rest, scales),
+        (plan, case.maps, lanes, case.step, host8, 0, case.host_table, *rest, scales[1:]),
         (plan, case.maps, lanes, case.step, case.host, LAYERS, case.host_table, *rest),
         (plan, case.maps, lanes, case.step, case.host, 0, case.host_table[:, :3], *rest),
         (plan, case.maps, lanes, case.step.long(), case.host, 0, case.host_table, *rest),
