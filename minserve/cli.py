@@ -137,6 +137,7 @@ def engine_config_of(
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_memory=args.kv_cache_memory,
         host_kv=args.host_kv,
+        host_kv_dtype=args.host_kv_dtype,
         prefill_reserve=args.prefill_reserve,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=args.enable_prefix_caching,

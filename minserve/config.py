@@ -34,6 +34,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: bytes for KV pages; None: from gpu_memory_utilization, or a quarter of the free memory on a CPU.
     host_kv: bytes of host memory for blocks that have no page; 0: none; "auto": most of what is free at the start. It
         needs prefix caching.
+    host_kv_dtype: "fp8": blocks in host memory are in 8 bits: twice as many, and half the bytes of copies; what has
+        been there is rounded. "auto": as in pages.
     prefill_reserve: tokens whose pages running requests never take, so that a long prompt can start on a full machine.
     max_num_seqs: requests that run at once. None: 256 on a GPU, 64 on a CPU.
     max_num_batched_tokens: tokens of prompts that one step may compute; decodes come on top.
@@ -65,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: PositiveInt | None = None
     kv_cache_memory: PositiveInt | None = None
     host_kv: NonNegativeInt | Literal["auto"] = 0
+    host_kv_dtype: Literal["auto", "fp8"] = "auto"
     prefill_reserve: NonNegativeInt = 0
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
@@ -114,6 +117,11 @@ def _conflicts(config: EngineConfig) -> Iterator[tuple[bool, str]]:
         bool(config.host_kv) and not caching,
         "--host-kv needs prefix caching: blocks in host memory are found by the keys of the prefix cache; leave "
         "--no-enable-prefix-caching out",
+    )
+    yield (
+        config.host_kv_dtype != "auto" and not config.host_kv,
+        f"--host-kv-dtype {config.host_kv_dtype} needs --host-kv, whose blocks it is about; give that a size or auto, "
+        "or leave --host-kv-dtype out",
     )
     yield (
         above and not config.host_kv,

@@ -222,6 +222,12 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="host memory for KV without a page, or auto (default 0)",
     )
     add(
+        "--host-kv-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="fp8: a byte a number there, on the link too; KV that was there is rounded (default auto: as in pages)",
+    )
+    add(
         "--prefill-reserve",
         type=parse_size_or_zero,
         default=0,

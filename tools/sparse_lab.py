@@ -13,11 +13,13 @@ from minserve.config import BLOCK_SIZE
 from minserve.engine.core import Engine
 from minserve.engine.plan import Chunk, Demotion, Fetched, LaneSetup, Sample, SparsePolicy, StepPlan, StepResult
 from minserve.kernels.accept_drafts import accept_drafts
+from minserve.kernels.fp8 import FP8
 from minserve.kernels.sampling import draw
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import RING
 from minserve.lookahead.background import Background, Entries
 from minserve.lookahead.pipeline import Lookahead
+from minserve.memory.host_pool import store_block
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import zeros
 from minserve.memory.transfer import to_device
@@ -94,16 +96,20 @@ class _Memory(NamedTuple):
     """Pages or host blocks, as `WorkingSets` looks at them."""
 
     kv: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 class SparseLab:
     """engine: nobody is in it. Takes its lane 0, its first pages, and its first host blocks if it has working sets;
-    where it has none, or others are wanted, `use` makes them.
+    where it has none, or others are wanted, `use` makes them, with host blocks of host_dtype: that of the pages (None),
+    or FP8.
 
     Greedy. num_drafts: proposed in every step, and verified as the policy says while the lane is sparse.
     """
 
-    def __init__(self, engine: Engine, num_drafts: int = 0, chunk: int = 512) -> None:
+    def __init__(
+        self, engine: Engine, num_drafts: int = 0, chunk: int = 512, host_dtype: torch.dtype | None = None
+    ) -> None:
         self._old, self.lanes = engine._runner, engine._lanes
         self.kv: torch.Tensor = self._old._context.kv
         self.sampler = ForcedSampler(self.lanes, self._old._sampler._allowed)
@@ -113,7 +119,8 @@ class SparseLab:
         self._policy: SparsePolicy | None = None
         self.token_ids: list[int] = []
         self._num_stored = self._num_copied = 0
-        self._host: torch.Tensor | None = None
+        self._host: _Memory | None = None
+        self._host_dtype = host_dtype or self.kv.dtype
         if (lookahead := self._old._steps.lookahead) is not None:
             self._run_with(lookahead.sets, recalls=lookahead.recalls)
 
@@ -122,9 +129,11 @@ class SparseLab:
         restored."""
         if self._host is None:
             num_layers, num_pages, *rest = self.kv.shape
-            self._host = zeros((num_pages, num_layers, *rest), self.kv.dtype, self.kv.device.type)
+            shape, device = (num_pages, num_layers, *rest), self.kv.device.type
+            scales = zeros(shape[:4], torch.float32, device) if self._host_dtype == FP8 else None
+            self._host = _Memory(zeros(shape, self._host_dtype, device), scales)
         num_heads = self._old._context.num_heads
-        sets = WorkingSets(_Memory(self.kv), _Memory(self._host), self.lanes, num_heads, num_slots)  # type: ignore[arg-type]
+        sets = WorkingSets(_Memory(self.kv), self._host, self.lanes, num_heads, num_slots)  # type: ignore[arg-type]
         self._run_with(sets, recalls=recalls)
 
     def _run_with(self, sets: WorkingSets, *, recalls: bool, **options: Any) -> None:
@@ -283,7 +292,7 @@ class SparseLab:
         return stored
 
     def _store_page(self, page: int, host: int) -> None:
-        self.sets.host[host].copy_(self.sets.kv[:, page])
+        store_block(self.sets.kv[:, page], self.sets.host, self.sets.host_scales, host)
 
     def _plan(self, **fields: object) -> StepPlan:
         self._step += 1

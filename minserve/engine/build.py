@@ -21,6 +21,7 @@ from minserve.engine.sizing import (
     choose_context,
     choose_device,
     choose_dtype,
+    choose_host_dtype,
     fit_digests,
     kv_cache_bytes,
     num_host_blocks,
@@ -63,11 +64,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """What the engine computes on and with. shapes: those of prefill's attention, where it has fixed ones; drafts: how
-    many are proposed."""
+    """What the engine computes on and with. host_dtype: of host blocks; shapes: those of prefill's attention, where it
+    has fixed ones; drafts: how many are proposed."""
 
     device: torch.device
     dtype: torch.dtype
+    host_dtype: torch.dtype
     max_num_seqs: int
     max_num_batched_tokens: int
     shapes: FlashShapes | None
@@ -94,15 +96,15 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     head = _load_head(config, model, machine)
     new_drafter = partial(_drafter, head, config.draft_window)
     kv_bytes = kv_cache_bytes(config, device, _workspace_bytes(model, machine, new_drafter))
-    page_bytes = KVPages.bytes_per_page(model_config, dtype)
     if device.type == "cuda":
         num_blocks, sets_bytes = _on_gpu_for_host_blocks(config, machine, model_config, kv_bytes)
         kv_bytes -= sets_bytes
     max_model_len, num_pages = choose_context(config, model_config, dtype, machine.max_num_seqs, kv_bytes)
     pages = KVPages(model_config, num_pages, dtype, device)
     if device.type == "cpu":
-        num_blocks = num_host_blocks(config, page_bytes, pages.kv.nbytes)
-    host = HostPool(num_blocks, pages, partial(progress, "host memory, GiB"))
+        block_bytes = KVPages.bytes_per_page(model_config, machine.host_dtype)
+        num_blocks = num_host_blocks(config, block_bytes, pages.kv.nbytes)
+    host = HostPool(num_blocks, pages, machine.host_dtype, partial(progress, "host memory, GiB"))
     has_sets = _has_working_sets(config, num_blocks)
     max_blocks = max(blocks_for(max_model_len), config.working_set_blocks + RING if has_sets else 0)
     lanes = Lanes(machine.max_num_seqs, max_blocks, model_config.vocab_size, device)
@@ -125,7 +127,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         chunk_step=KEY_STEP if machine.shapes is not None else 1,
         drafts=machine.drafts,
         grammars=grammars,
-        sparse=_sparse_rules(config, pages, has_head=head is not None) if has_sets else None,
+        sparse=_sparse_rules(config, host, has_head=head is not None) if has_sets else None,
     )
     runner = _runner(config, machine, model, pages, lanes, sets, new_drafter(lanes), progress)
     info = Ready(
@@ -158,26 +160,35 @@ def _has_working_sets(config: EngineConfig, num_host_blocks: int) -> bool:
 def _on_gpu_for_host_blocks(
     config: EngineConfig, machine: _Machine, model: ModelConfig, kv_bytes: int
 ) -> tuple[int, int]:
-    """(host blocks, the GPU's bytes for the working sets that they allow, which come out of kv_bytes)."""
-    num_blocks = num_host_blocks(config, KVPages.bytes_per_page(model, machine.dtype), 0)
-    if not _has_working_sets(config, num_blocks):
-        return num_blocks, 0
-    num_slots, entries = config.working_set_blocks, graph_sizes(machine.max_num_seqs)[-1]
+    """(host blocks, the GPU's bytes for their scales and the working sets that they allow, which come out of
+    kv_bytes)."""
+    num_blocks = num_host_blocks(config, KVPages.bytes_per_page(model, machine.host_dtype), 0)
+    if num_blocks == 0:
+        return 0, 0
+    has_sets, num_slots = _has_working_sets(config, num_blocks), config.working_set_blocks
     max_blocks = max(blocks_for(config.max_model_len or model.max_position_embeddings), num_slots + RING)
-    sets_bytes = partial(
-        WorkingSets.bytes_for,
-        model,
-        machine.dtype,
-        num_lanes=machine.max_num_seqs,
-        max_blocks=max_blocks,
-        num_slots=num_slots,
-    )
-    passes = Background.bytes_for(model.num_layers, model.num_kv_heads, num_slots, max_blocks, entries)
-    num_blocks = fit_digests(config, num_blocks, kv_bytes, lambda number: passes + sets_bytes(num_host_blocks=number))
-    return num_blocks, passes + sets_bytes(num_host_blocks=num_blocks)
+    scale_bytes = HostPool.device_bytes_per_block(model, machine.host_dtype)
+
+    def bytes_for(number: int) -> int:
+        if not has_sets:
+            return number * scale_bytes
+        entries = graph_sizes(machine.max_num_seqs)[-1]
+        passes = Background.bytes_for(model.num_layers, model.num_kv_heads, num_slots, max_blocks, entries)
+        sets_bytes = WorkingSets.bytes_for(
+            model,
+            machine.dtype,
+            num_lanes=machine.max_num_seqs,
+            max_blocks=max_blocks,
+            num_slots=num_slots,
+            num_host_blocks=number,
+        )
+        return number * scale_bytes + passes + sets_bytes
+
+    num_blocks = fit_digests(config, num_blocks, kv_bytes, bytes_for)
+    return num_blocks, bytes_for(num_blocks)
 
 
-def _sparse_rules(config: EngineConfig, pages: KVPages, *, has_head: bool) -> SparseRules:
+def _sparse_rules(config: EngineConfig, host: HostPool, *, has_head: bool) -> SparseRules:
     return SparseRules.of(
         mode=config.sparse,
         above=config.sparse_above,
@@ -188,9 +199,9 @@ def _sparse_rules(config: EngineConfig, pages: KVPages, *, has_head: bool) -> Sp
         num_verified=config.verify_drafts,
         miss_policy=config.miss_policy,
         has_head=has_head,
-        num_layers=pages.kv.shape[0],
-        num_kv_heads=pages.kv.shape[2],
-        head_block_bytes=pages.kv[0, 0, 0].nbytes,
+        num_layers=host.kv.shape[1],
+        num_kv_heads=host.kv.shape[2],
+        head_block_bytes=host.kv[0, 0, 0].nbytes,
     )
 
 
@@ -202,7 +213,8 @@ def _choose_machine(config: EngineConfig, model_config: ModelConfig) -> _Machine
     max_num_seqs, max_num_batched_tokens = choose_batch(config, device)
     fixed = device.type == "cuda" and dtype != torch.float32  # cuDNN has no attention in float32
     shapes = FlashShapes.for_chunks_of(max_num_batched_tokens) if fixed else None
-    return _Machine(device, dtype, max_num_seqs, max_num_batched_tokens, shapes, drafts)
+    host_dtype = choose_host_dtype(config, dtype, device)
+    return _Machine(device, dtype, host_dtype, max_num_seqs, max_num_batched_tokens, shapes, drafts)
 
 
 def _choose_drafts(config: EngineConfig) -> DraftLengths:

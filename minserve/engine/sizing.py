@@ -10,6 +10,7 @@ import torch
 from minserve.config import BLOCK_SIZE, EngineConfig
 from minserve.engine.host_memory import available_bytes, lines_of
 from minserve.errors import ConfigError
+from minserve.kernels.fp8 import CAPABILITY, FP8
 from minserve.memory.blocks import blocks_for
 from minserve.memory.pages import KVPages
 from minserve.models.config import ModelConfig
@@ -23,7 +24,7 @@ AUTO_SHARE_OF_HOST_MEMORY = 0.8
 """Of what is free when the engine starts, `--host-kv auto` leaves a fifth to everything that comes later."""
 
 DIGESTS_SHARE_OF_KV_MEMORY = 0.5
-"""Of the GPU's memory for KV, what working sets may take beside their pages."""
+"""Of the GPU's memory for KV, what working sets and the scales of host blocks may take beside pages."""
 
 CUDA_HEAD_DIMS = (64, 128)
 CUDA_DRIVER_BYTES = GIB // 2
@@ -47,6 +48,19 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     if device.type == "cuda":
         return torch.bfloat16 if model.dtype == "float32" else _torch_dtype(model.dtype)
     return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+
+
+def choose_host_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """That of host blocks: the pages' or, if it is so configured, FP8."""
+    if config.host_kv_dtype == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        needed = ".".join(map(str, CAPABILITY))
+        raise ConfigError(
+            f"--host-kv-dtype fp8 needs a GPU of compute capability {needed} or newer (Ada, Hopper); on this one only "
+            "auto is allowed"
+        )
+    return FP8
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -119,14 +133,14 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device, workspace_bytes: 
     return left
 
 
-def num_host_blocks(config: EngineConfig, page_bytes: int, promised_bytes: int) -> int:
-    """Host blocks of page_bytes in host_kv bytes. Raises ConfigError if there is less, or nothing for "auto".
+def num_host_blocks(config: EngineConfig, block_bytes: int, promised_bytes: int) -> int:
+    """Host blocks of block_bytes in host_kv bytes. Raises ConfigError if there is less, or nothing for "auto".
 
     promised_bytes: host memory that has been promised but is taken only when it is written: a CPU's own pages.
     """
     free = available_bytes()
     if config.host_kv == "auto":
-        num_blocks = int(free * AUTO_SHARE_OF_HOST_MEMORY - promised_bytes) // page_bytes
+        num_blocks = int(free * AUTO_SHARE_OF_HOST_MEMORY - promised_bytes) // block_bytes
         if num_blocks < 1:
             raise ConfigError(
                 f"--host-kv auto: of {free / GIB:.2f} GiB of host memory that are available here, "
@@ -140,12 +154,12 @@ def num_host_blocks(config: EngineConfig, page_bytes: int, promised_bytes: int) 
             f"--host-kv {config.host_kv / GIB:.2f} GiB: only {available / GIB:.2f} GiB of host memory are available "
             "here; lower it, or give the container more"
         )
-    return config.host_kv // page_bytes
+    return config.host_kv // block_bytes
 
 
 def fit_digests(config: EngineConfig, num_host_blocks: int, kv_bytes: int, bytes_for: Callable[[int], int]) -> int:
-    """As many of so many host blocks as the GPU has room for, whose digests and other tables come out of kv_bytes.
-    bytes_for: of those of so many host blocks. Raises ConfigError if fewer would do than were asked for."""
+    """As many of so many host blocks as the GPU has room for, whose digests, scales and other tables come out of
+    kv_bytes. bytes_for: of those of so many host blocks. Raises ConfigError if fewer would do than were asked for."""
     most = int(DIGESTS_SHARE_OF_KV_MEMORY * kv_bytes)
     least, needed = bytes_for(0), bytes_for(num_host_blocks)
     if needed <= most:
@@ -153,11 +167,14 @@ def fit_digests(config: EngineConfig, num_host_blocks: int, kv_bytes: int, bytes
     fitting = int((most - least) // ((needed - least) / num_host_blocks)) if most > least else 0
     if config.host_kv == "auto" and fitting > 0:
         return fitting
+    slots, tables = f" and {config.working_set_blocks} slots (--working-set-blocks)", "digests and tables"
+    rest = ", or --max-num-seqs, or --max-model-len; or say --sparse never"
+    if config.sparse == "never":
+        slots, tables, rest = "", "the scales of 8-bit blocks", ", or say --host-kv-dtype auto"
     raise ConfigError(
-        f"{num_host_blocks} host blocks (--host-kv) and {config.working_set_blocks} slots (--working-set-blocks) need "
-        f"{needed / GIB:.2f} GiB of the GPU's memory for digests and tables, and at most half of the "
-        f"{kv_bytes / GIB:.2f} GiB for KV cache may be that: lower --host-kv to {fitting / num_host_blocks:.0%} of it"
-        ", or --max-num-seqs, or --max-model-len; or say --sparse never"
+        f"{num_host_blocks} host blocks (--host-kv){slots} need {needed / GIB:.2f} GiB of the GPU's memory for "
+        f"{tables}, and at most half of the {kv_bytes / GIB:.2f} GiB for KV cache may be that: lower --host-kv to "
+        f"{fitting / num_host_blocks:.0%} of it{rest}"
     )
 
 

@@ -42,8 +42,8 @@ class SparseRules:
 
     mode, above: as EngineConfig's sparse and sparse_above. num_slots: K. looks_ahead, num_verified, cap: as in
     `SparsePolicy`; of fetch "adaptive", cap is what a head gets on average. has_head: drafts are proposed.
-    num_layers, num_kv_heads, head_block_bytes: of the model, and of the keys and values of a block for one head of a
-    layer.
+    num_layers, num_kv_heads: of the model; head_block_bytes: of the keys and values of a block for one head of a layer,
+    as they are in host memory.
     """
 
     mode: Literal["never", "pressure", "above"]
@@ -94,7 +94,7 @@ class SparseRules:
 
     @property
     def block_bytes(self) -> int:
-        """Of a whole block."""
+        """Of a whole host block."""
         return self.head_block_bytes * self.num_kv_heads * self.num_layers
 
     def terms(self, params: SparseParams | None) -> Terms | None:

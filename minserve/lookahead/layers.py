@@ -98,10 +98,12 @@ class LayerGroup:
     def fetch(self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor) -> None:
         """Carries a plan out."""
         sets = self._sets
-        host, layer, table = sets.host, self.layers.start, sets.host_table
+        host, scales, layer, table = sets.host, sets.host_scales, self.layers.start, sets.host_table
         if self.num_layers > 1:
-            host, layer, table = sets.host.view(-1, 1, *host.shape[2:]), 0, sets.host_pieces[self.part].flatten(0, 1)
-        fetch_blocks(plan, self._maps, self._lanes(lanes), step, host, layer, table, self._kv, self._page_table())
+            host, layer, table = host.view(-1, 1, *host.shape[2:]), 0, sets.host_pieces[self.part].flatten(0, 1)
+            scales = None if scales is None else scales.view(-1, 1, *scales.shape[2:])
+        own, page_table = self._lanes(lanes), self._page_table()
+        fetch_blocks(plan, self._maps, own, step, host, layer, table, self._kv, page_table, scales)
 
     def retire(self, retiring: torch.Tensor, lanes: torch.Tensor, wanted: torch.Tensor, step: torch.Tensor) -> None:
         """As `retire_block`; retiring, lanes: [entries]."""

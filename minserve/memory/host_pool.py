@@ -1,64 +1,110 @@
 """The host tier's memory: whole blocks, all layers and KV heads of one side by side.
 
 Owns: the tensor, and how blocks move between it and the pages. Does not know whose blocks they are.
+
+Blocks may be in 8 bits (kernels/fp8_blocks.py): then their scales lie on the device, and what is loaded is not quite
+what was stored.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
+from minserve.kernels.fp8 import FP8
+from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from minserve.memory.copies import Copy
 from minserve.memory.pages import KVPages, zeros
 from minserve.memory.pinned import PinnedMemory
 from minserve.memory.transfer import to_device
+from minserve.models.config import ModelConfig
 
 AT_ONCE = 16
 """Blocks that are gathered on the device for one copy."""
 
 
 class HostPool:
-    """kv: [host blocks, layers, kv_heads, 2 (K, V), 16, head_dim], in the dtype of the pages; of a GPU's pages it is
-    memory that the GPU reads by its address."""
+    """dtype: that of the pages, or FP8.
+
+    kv: [host blocks, layers, kv_heads, 2 (K, V), 16, head_dim]; of a GPU's pages it is memory that the GPU reads by its
+    address. scales: [host blocks, layers, kv_heads, 2] float32, on the pages' device; None: kv is in their dtype.
+    """
 
     def __init__(
-        self, num_blocks: int, pages: KVPages, progress: Callable[[int, int], None] = lambda done, total: None
+        self,
+        num_blocks: int,
+        pages: KVPages,
+        dtype: torch.dtype,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         num_layers, _, *rest = pages.kv.shape
+        assert dtype in (pages.kv.dtype, FP8), (dtype, pages.kv.dtype)
         shape = (num_blocks, num_layers, *rest)
         self._pages = pages
         self._memory: PinnedMemory | None = None
-        if pages.kv.device.type != "cuda" or num_blocks == 0:
-            self.kv = zeros(shape, pages.kv.dtype, "cpu")
+        device = pages.kv.device
+        self.scales = zeros(shape[:4], torch.float32, device.type) if dtype == FP8 else None
+        if device.type != "cuda" or num_blocks == 0:
+            self.kv = zeros(shape, dtype, "cpu")
             return
-        num_bytes = num_blocks * num_layers * pages.kv[0, 0].nbytes
-        self._memory = PinnedMemory(num_bytes, pages.kv.device, progress)
-        self.kv = self._memory.bytes.view(pages.kv.dtype).view(shape)
+        num_bytes = num_blocks * num_layers * pages.kv[0, 0].numel() * dtype.itemsize
+        self._memory = PinnedMemory(num_bytes, device, progress)
+        self.kv = self._memory.bytes.view(dtype).view(shape)
+
+    @staticmethod
+    def device_bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
+        """Bytes that a block takes on the device: its scales."""
+        return config.num_layers * config.num_kv_heads * 2 * torch.float32.itemsize if dtype == FP8 else 0
 
     def move(self, copy: Copy) -> None:
         """Copy one block's data, now."""
-        page, host = self._pages.kv[:, copy.page], self.kv[copy.host]
+        page = self._pages.kv[:, copy.page]
         if copy.kind == "store":
-            host.copy_(page)
+            store_block(page, self.kv, self.scales, copy.host)
         else:
-            page.copy_(host)
+            page.copy_(load_block(self.kv, self.scales, copy.host, page))
 
     def move_all(self, copies: Sequence[Copy]) -> None:
         """Launch copies of one kind, on the current stream of a GPU; the host waits for none."""
         for begin in range(0, len(copies), AT_ONCE):
             some = copies[begin : begin + AT_ONCE]
-            pages = to_device([copy.page for copy in some], torch.int64, self._pages.kv.device)
+            numbers = [[copy.page for copy in some], [copy.host for copy in some]]
+            pages, hosts = to_device(numbers, torch.int64, self._pages.kv.device)
             if some[0].kind == "store":
-                content = self._pages.kv[:, pages].transpose(0, 1).contiguous()
-                for copy, block in zip(some, content, strict=True):
-                    self.kv[copy.host].copy_(block, non_blocking=True)
+                self._store(some, pages, hosts)
             else:
-                content = self._pages.kv.new_empty(len(some), *self.kv.shape[1:])
-                for copy, block in zip(some, content, strict=True):
-                    block.copy_(self.kv[copy.host], non_blocking=True)
-                self._pages.kv[:, pages] = content.transpose(0, 1)
+                self._load(some, pages, hosts)
+
+    def _store(self, copies: Sequence[Copy], pages: torch.Tensor, hosts: torch.Tensor) -> None:
+        content = self._pages.kv[:, pages].transpose(0, 1).contiguous()
+        if self.scales is not None:
+            content, self.scales[hosts] = quantize_blocks(content)
+        for copy, block in zip(copies, content, strict=True):
+            self.kv[copy.host].copy_(block, non_blocking=True)
+
+    def _load(self, copies: Sequence[Copy], pages: torch.Tensor, hosts: torch.Tensor) -> None:
+        kv = self._pages.kv
+        content = torch.empty(len(copies), *self.kv.shape[1:], dtype=self.kv.dtype, device=kv.device)
+        for copy, block in zip(copies, content, strict=True):
+            block.copy_(self.kv[copy.host], non_blocking=True)
+        if self.scales is not None:
+            content = dequantize_blocks(content, self.scales[hosts], kv.dtype)
+        kv[:, pages] = content.transpose(0, 1)
 
     def close(self) -> None:
         """Give registered memory back, when the device does nothing any more."""
         if self._memory is not None:
             torch.cuda.synchronize(self._pages.kv.device)
             self._memory.close()
+
+
+def store_block(block: torch.Tensor, kv: torch.Tensor, scales: torch.Tensor | None, host: int) -> None:
+    """Write a block, [layers, kv_heads, 2, 16, head_dim], to a host block. kv, scales: as in `HostPool`."""
+    if scales is not None:
+        block, scales[host] = quantize_blocks(block.contiguous())
+    kv[host].copy_(block)
+
+
+def load_block(kv: torch.Tensor, scales: torch.Tensor | None, host: int, like: torch.Tensor) -> torch.Tensor:
+    """What a host block stands for, on the device and in the dtype of `like`."""
+    block = kv[host].to(like.device)
+    return block if scales is None else dequantize_blocks(block, scales[host], like.dtype)

@@ -30,17 +30,30 @@ Blocks = np.ndarray[Any, Any]
 
 
 class HasKV(Protocol):
-    """Pages, or host blocks."""
+    """Pages."""
 
     @property
     def kv(self) -> torch.Tensor:
-        """Laid out as in `KVPages`, or in `HostPool`."""
+        """As in `KVPages`."""
+
+
+class HasHostKV(Protocol):
+    """Host blocks."""
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """As in `HostPool`."""
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """As in `HostPool`."""
 
 
 class _Shape(NamedTuple):
     """What has none of either, only their shape."""
 
     kv: torch.Tensor
+    scales: None = None
 
 
 class WorkingSets:
@@ -64,12 +77,13 @@ class WorkingSets:
     step: [1] int32                                      steps so far: the clock of slot_used
     """
 
-    def __init__(self, pages: HasKV, host: HasKV, lanes: Lanes, num_heads: int, num_slots: int) -> None:
+    def __init__(self, pages: HasKV, host: HasHostKV, lanes: Lanes, num_heads: int, num_slots: int) -> None:
         num_layers, _, kv_heads, _, _, head_dim = pages.kv.shape
         device, dtype, num_lanes = lanes.device, pages.kv.dtype, lanes.num_lanes
         max_blocks = lanes.page_table.shape[1]
         assert max_blocks >= num_slots + RING, (max_blocks, num_slots)
-        self.kv, self.host, self.page_table, self.num_tokens = pages.kv, host.kv, lanes.page_table, lanes.num_tokens
+        self.kv, self.page_table, self.num_tokens = pages.kv, lanes.page_table, lanes.num_tokens
+        self.host, self.host_scales = host.kv, host.scales
         self.num_slots, self.num_lanes = num_slots, num_lanes
 
         def table(dtype: torch.dtype, *shape: int, fill: float = 0) -> torch.Tensor:
@@ -115,7 +129,7 @@ class WorkingSets:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables that are its own."""
-        shared = (self.kv, self.host, self.page_table, self.num_tokens)
+        shared = (self.kv, self.host, self.host_scales, self.page_table, self.num_tokens)
         own = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
         own = [table for table in own if all(table is not other for other in shared)]
         return sum(table.nbytes for table in [*own, *self.maps])

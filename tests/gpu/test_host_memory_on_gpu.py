@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from minserve.errors import ConfigError
+from minserve.kernels.fp8 import FP8
+from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from minserve.memory import pinned
 from minserve.memory.copies import Copy, StreamCopies
 from minserve.memory.host_pool import HostPool
@@ -26,12 +28,12 @@ def pages(tmp_path):
     return pages
 
 
-@pytest.fixture
-def host(pages, monkeypatch):
+@pytest.fixture(params=[torch.bfloat16, FP8], ids=str)
+def host(request, pages, monkeypatch):
     monkeypatch.setattr(pinned, "PIECE_BYTES", 2**16)  # several pieces
     monkeypatch.setattr(pinned, "SLICE_BYTES", 2**14)
     told = []
-    host = HostPool(64, pages, lambda done, total: told.append((done, total)))
+    host = HostPool(64, pages, request.param, lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
     yield host
     host.close()
@@ -49,7 +51,15 @@ def test_blocks_go_there_and_back_while_the_device_is_busy(pages, host):
     torch.cuda._sleep(200_000_000)
     assert copies.poll() == []
     wait(copies, 40)
-    assert torch.equal(host.kv[24:].flip(0).transpose(0, 1), before[:, :40].cpu())
+    expected = before[:, :40].transpose(0, 1).contiguous()
+    stored = host.kv[24:].flip(0)
+    if host.scales is not None:
+        expected, scales = quantize_blocks(expected)
+        assert torch.equal(host.scales[24:].flip(0), scales)
+        stored, expected, before = stored.view(torch.uint8), expected.view(torch.uint8), before.clone()
+        back = dequantize_blocks(expected.view(FP8), scales, before.dtype)
+        before[:, :40] = back.transpose(0, 1)
+    assert torch.equal(stored, expected.cpu())
     pages.kv.zero_()
     copies.submit([Copy(100 + n, "load", n, 63 - n) for n in range(40)])
     copies.poll()
@@ -74,7 +84,7 @@ def test_copies_do_not_wait_for_launched_steps(pages, host):
 
 
 def test_a_kernel_reads_the_memory_by_its_address(host):
-    host.kv.fill_(3.0)
+    host.kv.view(torch.uint8).fill_(3)
     assert host.kv.is_pinned()
 
 
@@ -85,4 +95,4 @@ def test_memory_that_cannot_be_registered_is_refused_with_figures(pages, monkeyp
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     with pytest.raises(ConfigError, match=r"--host-kv: CUDA refused .* 0 of"):
-        HostPool(64, pages)
+        HostPool(64, pages, torch.bfloat16)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from minserve.config import EngineConfig
 from minserve.engine import sizing
 from minserve.errors import ConfigError
+from minserve.kernels.fp8 import FP8
 from minserve.models.config import ModelConfig, RopeConfig
 
 MIB = 2**20
@@ -20,7 +21,7 @@ def machine(monkeypatch):
 
 def blocks(mib, promised_mib=0):
     config = EngineConfig(model_path="x", host_kv=mib if mib == "auto" else mib * MIB)
-    return sizing.num_host_blocks(config, page_bytes=2 * MIB, promised_bytes=promised_mib * MIB)
+    return sizing.num_host_blocks(config, block_bytes=2 * MIB, promised_bytes=promised_mib * MIB)
 
 
 def test_host_blocks_are_as_many_as_fit_into_what_is_asked_for():
@@ -64,6 +65,39 @@ def test_a_cpus_kv_cache_is_a_quarter_of_what_is_free_or_what_is_asked_for():
 def test_a_kv_cache_larger_than_the_memory_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"--kv-cache-memory 0\.98 GiB: only 0\.59 GiB"):
         kv_bytes(1000)
+
+
+def fitting(num_blocks, kv_mib, mib="auto", **options):
+    """Of so many host blocks, of which each takes a MiB of the GPU's beside 10 for all."""
+    config = EngineConfig(model_path="x", host_kv=mib, **options)
+    return sizing.fit_digests(config, num_blocks, kv_mib * MIB, lambda number: (10 + number) * MIB)
+
+
+def test_host_blocks_are_no_more_than_half_of_the_gpus_kv_memory_has_tables_for():
+    assert fitting(90, 200) == 90
+    assert fitting(91, 200) == 90
+    assert fitting(90, 200, mib=90 * MIB) == 90
+
+
+def test_host_blocks_that_were_asked_for_are_never_fewer():
+    with pytest.raises(ConfigError, match=r"180 host blocks .* 128 slots .* lower --host-kv to 50% .* --sparse never"):
+        fitting(180, 200, mib=180 * MIB)
+    with pytest.raises(ConfigError, match=r"180 host blocks \(--host-kv\) need .* scales .* say --host-kv-dtype auto"):
+        fitting(180, 200, mib=180 * MIB, sparse="never", host_kv_dtype="fp8")
+
+
+@pytest.mark.parametrize(("capability", "is_refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
+def test_host_blocks_in_8_bits_want_a_gpu_that_converts_them(monkeypatch, capability, is_refused):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    plain, fp8 = (EngineConfig(model_path="x", host_kv_dtype=name) for name in ("auto", "fp8"))
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert sizing.choose_host_dtype(plain, torch.bfloat16, cuda) == torch.bfloat16
+    assert sizing.choose_host_dtype(fp8, torch.float32, cpu) == FP8
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"--host-kv-dtype fp8 needs .* 8\.9 .* only auto is allowed"):
+            sizing.choose_host_dtype(fp8, torch.bfloat16, cuda)
+    else:
+        assert sizing.choose_host_dtype(fp8, torch.bfloat16, cuda) == FP8
 
 
 @pytest.fixture

@@ -39,11 +39,12 @@ def test_above_zero_is_everybody(tmp_path):
 def test_the_others_reach_the_engine(tmp_path):
     config = config_of(
         tmp_path,
-        *["--host-kv", "auto", "--working-set-blocks", "64", "--fetch", "fixed", "--fetch-ratio", "0.1"],
+        *["--host-kv", "auto", "--host-kv-dtype", "fp8", "--working-set-blocks", "64"],
+        *["--fetch", "fixed", "--fetch-ratio", "0.1"],
         *["--lookahead", "draft", "--verify-drafts", "2", "--miss-policy", "recall", "--num-draft-tokens", "3"],
         head=True,
     )
-    assert (config.host_kv, config.working_set_blocks) == ("auto", 64)
+    assert (config.host_kv, config.host_kv_dtype, config.working_set_blocks) == ("auto", "fp8", 64)
     assert (config.fetch, config.fetch_ratio) == ("fixed", 0.1)
     assert (config.lookahead, config.verify_drafts, config.miss_policy) == ("draft", 2, "recall")
 
@@ -66,6 +67,7 @@ def test_the_others_reach_the_engine(tmp_path):
         (["--verify-drafts", "9"], "from 0 to 8"),
         (["--miss-policy", "ignore"], "choose from"),
         (["--host-kv", "some"], "or auto, or 0"),
+        (["--host-kv-dtype", "fp4"], "choose from"),
     ],
 )
 def test_a_value_that_is_none_is_refused_in_one_line_with_what_is_allowed(capsys, argv, words):
@@ -92,6 +94,7 @@ def test_a_value_that_is_none_is_refused_in_one_line_with_what_is_allowed(capsys
             "--host-kv needs prefix caching",
             "leave --no-enable-prefix-caching out",
         ),
+        (["--host-kv-dtype", "fp8"], "--host-kv-dtype fp8 needs --host-kv", "leave --host-kv-dtype out"),
         (["--lookahead", "draft"], "--lookahead draft needs --draft", "--lookahead current is allowed"),
         (["--verify-drafts", "1"], "--verify-drafts 1 needs --draft", "only 0 is allowed"),
     ],
@@ -114,7 +117,7 @@ def test_a_step_cannot_accept_more_drafts_than_it_has(tmp_path):
 def test_what_asks_for_nothing_needs_nothing(tmp_path):
     config_of(tmp_path, "--no-enable-prefix-caching")
     config_of(tmp_path, "--no-enable-prefix-caching", "--sparse", "never")
-    config_of(tmp_path, "--verify-drafts", "0", "--lookahead", "current")
+    config_of(tmp_path, "--verify-drafts", "0", "--lookahead", "current", "--host-kv-dtype", "auto")
 
 
 def test_a_script_is_held_to_the_same():
@@ -122,6 +125,12 @@ def test_a_script_is_held_to_the_same():
         EngineConfig.checked(model_path="x", sparse="above", sparse_above=4096)
     with pytest.raises(ConfigError, match='sparse_above 4096 needs sparse to be "above"'):
         EngineConfig.checked(model_path="x", sparse_above=4096)
-    for name, value in (("sparse", "always"), ("host_kv", "8GiB"), ("host_kv", -1), ("fetch_ratio", 0)):
+    for name, value in (
+        ("sparse", "always"),
+        ("host_kv", "8GiB"),
+        ("host_kv_dtype", "int8"),
+        ("host_kv", -1),
+        ("fetch_ratio", 0),
+    ):
         with pytest.raises(ConfigError, match=f"^{name}: "):
             EngineConfig.checked(model_path="x", **{name: value})

@@ -28,9 +28,17 @@ MOST_DRAFTS = 3
 
 
 class Bench:
-    """num_tokens: of the longest text, answer and all."""
+    """num_tokens: of the longest text, answer and all; host_dtype: of host blocks; None: as in pages."""
 
-    def __init__(self, model: Path, head: Path | None, num_tokens: int, device: str, dtype: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        head: Path | None,
+        num_tokens: int,
+        device: str,
+        dtype: str,
+        host_dtype: torch.dtype | None = None,
+    ) -> None:
         config = ModelConfig.from_folder(model)
         chunk = 2048 if device == "cuda" else 512
         self.num_tokens = min(num_tokens + ROOM, config.max_position_embeddings)
@@ -51,9 +59,9 @@ class Bench:
             )
         )
         self.has_head = head is not None
-        self.lab = SparseLab(engine, chunk=chunk)
+        self.lab = SparseLab(engine, chunk=chunk, host_dtype=host_dtype)
         self.num_layers, _, self.kv_heads, _, _, self.head_dim = self.lab.kv.shape
-        self.piece_bytes = self.lab.kv[0, 0, 0].nbytes
+        self.piece_bytes = self.lab.kv[0, 0, 0].numel() * (host_dtype or self.lab.kv.dtype).itemsize
         """Of one block of one KV head of one layer: what a fetch moves."""
         self._bar = tqdm(unit=" steps", disable=None)
         self._starts: dict[tuple[int, ...], Snapshot] = {}

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from minserve.kernels.fp8 import FP8
 from minserve.weights.default_model import ensure_default_model, find_draft
 from minserve.weights.hub import resolve_model
 
@@ -160,10 +161,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = resolve_model(args.model) if args.model else ensure_default_model()
     head = find_draft(args.draft, args.model)
     longest = max(sizes.context, sizes.task_context) + max(sizes.steps, 2 * sizes.copied) + MOST_DRAFTS
-    bench = Bench(model, head, longest, args.device, args.dtype)
+    host_dtype = FP8 if args.host_kv_dtype == "fp8" else None
+    bench = Bench(model, head, longest, args.device, args.dtype, host_dtype)
     texts = Texts(model, None if args.quick else args.texts)
     about = {"model": model.name, "head": head.name if head else None, "device": str(bench.lab.kv.device)}
     about["dtype"] = str(bench.lab.kv.dtype).removeprefix("torch.")
+    about["host_dtype"] = str(host_dtype or bench.lab.kv.dtype).removeprefix("torch.")
     for facts in (about, sizes._asdict()):
         print(", ".join(f"{name} {value}" for name, value in facts.items()))
     report, evaluation = Report(args.out, about), Evaluation(bench, texts, sizes, args.quick)
@@ -194,6 +197,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--draft", help="folder or hub name of a head, or none (default: the default model's own, if it is there)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add(
+        "--host-kv-dtype", default="auto", choices=("auto", "fp8"), help="of what a lane fetches (default: as in pages)"
+    )
     add("--context", type=int, metavar="TOKENS", help=f"read densely (default {usual.context})")
     add("--steps", type=int, metavar="N", help=f"tokens decoded then (default {usual.steps})")
     add("--documents", type=int, metavar="N", help=f"default {usual.documents}")
