@@ -8,6 +8,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import SparsePolicy
+from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from minserve.kernels.sparse_rows import RING
 from minserve.lookahead.order import Order
 from tests.engine.heads import write_head
@@ -72,15 +73,35 @@ def check(own):
                 block: slot for slot, block in enumerate(blocks)
             }
             pages = sets.kv[layer, table[:num_filled], head]
-            stored = sets.host[sets.host_table[0, blocks].long(), layer, head]
-            assert torch.equal(pages, stored), "a slot holds another block than its map says"
+            check_stored(sets, pages, (sets.host_table[0, blocks].long(), layer, head))
     hosts = sets.host_table[0, :start].long()
-    keys = sets.host[hosts][:, :, :, 0]
-    assert torch.equal(sets.digests[:, hosts].transpose(0, 1), torch.stack((keys.amin(3), keys.amax(3)), dim=3))
+    check_digests(sets, hosts)
     for block in range(start, (len(own.token_ids) - 1) // BLOCK_SIZE):
         page = table[num_slots + block % RING]
         if int(sets.host_table[0, block]) >= 0:
-            assert torch.equal(sets.kv[:, page], sets.host[int(sets.host_table[0, block])])
+            check_stored(sets, sets.kv[:, page], int(sets.host_table[0, block]))
+
+
+def check_stored(sets, blocks, where):
+    """That these are the host blocks there; in 8 bits, that they would be: what never was there is not rounded."""
+    stored = sets.host[where]
+    if sets.host_scales is not None:
+        blocks, scales = quantize_blocks(blocks.contiguous())
+        torch.testing.assert_close(scales, sets.host_scales[where], rtol=1e-6, atol=0)
+        blocks, stored = blocks.view(torch.uint8), stored.view(torch.uint8)
+    assert torch.equal(blocks, stored), "a page holds another block than its map says"
+
+
+def check_digests(sets, hosts):
+    """That these blocks have theirs; they are made of what is not rounded yet."""
+    bound, content = torch.zeros(()), sets.host[hosts]
+    digests = sets.digests[:, hosts].transpose(0, 1)
+    if (scales := sets.host_scales) is not None:
+        content = dequantize_blocks(content, scales[hosts], sets.kv.dtype)
+        bound = torch.maximum(digests.abs() / 16, scales[hosts][:, :, :, 0, None, None] / 1024) * 1.00001
+    keys = content[:, :, :, 0]
+    extremes = torch.stack((keys.amin(3), keys.amax(3)), dim=3)
+    assert ((digests - extremes).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
@@ -115,17 +136,19 @@ def as_on_a_gpu(own):
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "fields", "miss_policy"),
+    ("num_drafts", "fields", "miss_policy", "host"),
     [
-        (0, {"cap": 2}, "approximate"),
-        (1, {"looks_ahead": True, "retry_above": 0.1, "cap": 1}, "retry"),
-        (3, {"looks_ahead": True, "num_verified": 2, "retry_above": 0.3}, "retry"),
-        (0, {}, "recall"),
+        (0, {"cap": 2}, "approximate", "auto"),
+        (1, {"looks_ahead": True, "retry_above": 0.1, "cap": 1}, "retry", "auto"),
+        (3, {"looks_ahead": True, "num_verified": 2, "retry_above": 0.3}, "retry", "fp8"),
+        (0, {}, "recall", "auto"),
     ],
 )
-def test_a_background_layer_by_layer_does_the_same_as_one_of_all_layers(tmp_path, num_drafts, fields, miss_policy):
+def test_a_background_layer_by_layer_does_the_same_as_one_of_all_layers(
+    tmp_path, num_drafts, fields, miss_policy, host
+):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    labs = [lab(tmp_path / name, 6, num_drafts, miss_policy=miss_policy) for name in "ab"]
+    labs = [lab(tmp_path / name, 6, num_drafts, miss_policy=miss_policy, host_kv_dtype=host) for name in "ab"]
     as_on_a_gpu(labs[1])
     for own in labs:
         own.read(PROMPT, NEW)

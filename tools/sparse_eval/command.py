@@ -182,6 +182,7 @@ def _sizes(args: argparse.Namespace) -> Sizes:
     given = {name: getattr(args, name) for name in ("context", "steps", "documents", "slots", "cap", "trials")}
     given["task_context"] = args.context
     given["passages"] = args.trials
+    given["loss_slots"] = None if args.slots is None else (args.slots,)
     return (QUICK if args.quick else Sizes())._replace(**{k: v for k, v in given.items() if v is not None})
 
 
@@ -203,7 +204,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=int, metavar="TOKENS", help=f"read densely (default {usual.context})")
     add("--steps", type=int, metavar="N", help=f"tokens decoded then (default {usual.steps})")
     add("--documents", type=int, metavar="N", help=f"default {usual.documents}")
-    add("--slots", type=int, metavar="K", help=f"of all questions but loss (default {usual.slots})")
+    add("--slots", type=int, metavar="K", help=f"default {usual.slots}, and of loss several")
     add("--cap", type=int, metavar="C", help=f"what adaptive lanes fetch on average (default {usual.cap})")
     add("--trials", type=int, metavar="N", help=f"needles and passages at each depth (default {usual.trials})")
     args = parser.parse_args(argv)
