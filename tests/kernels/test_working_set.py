@@ -15,6 +15,7 @@ from minserve.config import BLOCK_SIZE
 from minserve.kernels.build_digests import build_digests
 from minserve.kernels.decode_attention import decode_attention_reference, decode_batch
 from minserve.kernels.fetch_blocks import fetch_blocks, retire_block
+from minserve.kernels.fp8 import FP8
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks, wanted_blocks
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
 from minserve.kernels.sparse_rows import RING, advance_ring, sparse_attention_reference, sparse_rows
@@ -287,5 +288,7 @@ def test_no_operation_looks_at_what_tensors_hold():
     plan = select_blocks(*arguments)
     assert isinstance(plan, FetchPlan)
     fetch_blocks(plan, maps, lanes, step, host, 1, host_table, kv, table)
+    scales = torch.empty(host.shape[:4], device="meta")
+    fetch_blocks(plan, maps, lanes, step, host.to(FP8), 1, host_table, kv, table, scales)
     retire_block(ring.retiring, wanted[:, 0], maps, lanes, step, kv, table)
     store_blocks(torch.empty(2, *kv.shape, device="meta"), host, lanes, lanes)
