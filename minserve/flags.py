@@ -225,7 +225,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--host-kv-dtype",
         choices=("auto", "fp8"),
         default="auto",
-        help="fp8: a byte a number there, on the link too; KV that was there is rounded (default auto: as in pages)",
+        help="fp8: in 8 bits there; what comes back is rounded (default: as in pages)",
     )
     add(
         "--prefill-reserve",
