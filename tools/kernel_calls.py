@@ -18,6 +18,7 @@ from minserve.kernels.decode_attention import DecodeBatch, decode_attention_trit
 from minserve.kernels.fetch_blocks import fetch_blocks_triton
 from minserve.kernels.fp8 import FP8, quantize_rows_triton
 from minserve.kernels.gather_pages import gather_keys_triton
+from minserve.kernels.keep_queries import keep_queries_triton
 from minserve.kernels.linear import (
     LINEAR_CHOICES,
     MAX_ROWS,
@@ -173,6 +174,9 @@ def working_set_calls(work: Work) -> Iterator[Call]:
         rows = empty(entries * per_entry)
         yield functools.partial(sparse_rows_triton, rows, rows, host_table, sparse, lanes, lanes, SLOTS, BLOCK_SIZE)
     queries = work.floats(entries, 2, model.heads, model.head_dim)
+    for per_entry in ROWS_PER_ENTRY:
+        q = work.floats(entries * per_entry, model.heads, model.head_dim)
+        yield functools.partial(keep_queries_triton, q, lanes, lanes, work.floats(LANES, *queries.shape[1:]))
     yield functools.partial(score_blocks_triton, queries, digests, host_table[:, :RANKED_BLOCKS], lanes, lanes)
     scores = empty(entries, 2, model.kv_heads, min(RANKED_BLOCKS, model.max_blocks), dtype=torch.float32)
     yield functools.partial(wanted_blocks_triton, scores, SLOTS - 1)

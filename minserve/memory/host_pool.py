@@ -49,6 +49,8 @@ class HostPool:
         num_bytes = num_blocks * num_layers * pages.kv[0, 0].numel() * dtype.itemsize
         self._memory = PinnedMemory(num_bytes, device, progress)
         self.kv = self._memory.bytes.view(dtype).view(shape)
+        if self.scales is not None:
+            quantize_blocks(pages.kv[:1, :1])  # compiled now, and not when the first block is full
 
     @staticmethod
     def device_bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
