@@ -8,8 +8,9 @@ a step reads of the GPU's memory: if they were shared too, caches would answer h
 `host_table` says where digests are, and `sources` where the rest is.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -46,7 +47,8 @@ PIECE_BYTES = 64 * 2**20
 """Of random numbers that are made on the device and copied to the host pool at once."""
 
 
-class _Memory(NamedTuple):
+@dataclass(slots=True)
+class _Memory:
     """Pages or host blocks, as `WorkingSets` looks at them."""
 
     kv: torch.Tensor
@@ -111,7 +113,7 @@ class _Background(Background):
 
 
 class _Lookahead(Lookahead):
-    background_type = _Background
+    background_type: type[Background] = _Background
 
 
 class Base:
