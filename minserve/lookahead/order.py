@@ -136,11 +136,12 @@ class _CudaSignal:
 
 
 class _CudaStreams:
-    """Of high priority: their kernels are small and late, and the next step waits for them."""
+    """Of the highest priority: their kernels are small and late, and the next step waits for them."""
 
     def __init__(self, device: torch.device) -> None:
+        _, highest = torch.cuda.Stream.priority_range()
         self._background, self._finisher, *self._fetchers = (
-            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device, priority=highest)  # type: ignore[no-untyped-call]
             for _ in range(2 + NUM_FETCHERS)
         )
         self._ends: dict[int, torch.cuda.Event] = {}
