@@ -3,6 +3,7 @@
 Owns: the tensor, and how blocks move between it and the pages. Does not know whose blocks they are.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,8 +13,8 @@ from minserve.memory.pages import KVPages, zeros
 from minserve.memory.pinned import PinnedMemory
 from minserve.memory.transfer import to_device
 
-AT_ONCE = 16
-"""Blocks that are gathered on the device for one copy."""
+AT_ONCE = 8
+"""Blocks that are gathered on the device for one copy; in each direction twice, as one is being copied."""
 
 
 class HostPool:
@@ -30,8 +31,8 @@ class HostPool:
         if pages.kv.device.type != "cuda" or num_blocks == 0:
             self.kv = zeros(shape, pages.kv.dtype, "cpu")
             return
-        num_bytes = num_blocks * num_layers * pages.kv[0, 0].nbytes
-        self._memory = PinnedMemory(num_bytes, pages.kv.device, progress)
+        block_bytes = num_layers * pages.kv[0, 0].nbytes
+        self._memory = PinnedMemory(num_blocks * block_bytes, block_bytes, pages.kv.device, progress)
         self.kv = self._memory.bytes.view(pages.kv.dtype).view(shape)
 
     def move(self, copy: Copy) -> None:
@@ -60,5 +61,6 @@ class HostPool:
     def close(self) -> None:
         """Give registered memory back, when the device does nothing any more."""
         if self._memory is not None:
-            torch.cuda.synchronize(self._pages.kv.device)
+            with contextlib.suppress(RuntimeError):  # of a device that has failed: whoever closes says so
+                torch.cuda.synchronize(self._pages.kv.device)
             self._memory.close()
