@@ -100,6 +100,7 @@ class Background:
         takes_part = torch.zeros_like(sets.retried)
         takes_part.index_fill_(0, at, True)  # `takes_part[at] = True` would have the host wait
         more, most = sets.refills.clone()
+        more = torch.where(sets.retried[:-1], 0, more)  # a lane has what it has for a token, not for a step
         refilled = torch.minimum(sets.allowance + more, most)
         sets.allowance.copy_(torch.where(takes_part[:-1], refilled, sets.allowance))
         return Entries(lanes, lanes.clamp_min(0), at, Ring(start, next_start, retiring), sets.step.clone())
