@@ -2,10 +2,12 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from playwright.async_api import expect
 
 from minserve.api import stats
+from minserve.api.stats import RequestFigures
 from tests.api.page import scene
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -31,6 +33,19 @@ async def heat_map(looked, figures):
         figures.put(event)
 
     return visit, show
+
+
+async def begun(running, visit):
+    """The id of an answer of this page that has begun and does not end."""
+    running.engine.hold_at = 2
+    await visit.send("hi")
+    await expect(visit.answer.locator(".prose")).not_to_be_empty()
+    return running.engine.submits[-1].request_id
+
+
+def with_request(event, request_id):
+    """The event with one request more, which is the last."""
+    return msgspec.structs.replace(event, requests=[*event.requests, RequestFigures(request_id, 20, 0, 2)])
 
 
 def pixels(visit):
@@ -143,14 +158,33 @@ async def test_a_chosen_request_that_is_dense_is_said_to_be(looked, figures):
     await expect(visit.page.locator("#map")).not_to_be_visible()
 
 
-async def test_a_chat_of_this_page_is_chosen_by_itself_where_requests_are_sparse(looked, figures):
+@pytest.mark.parametrize("known", ["before it begins", "only later"])
+async def test_a_chat_of_this_page_is_chosen_by_itself_where_requests_are_sparse(looked, figures, known):
     running, visit = await looked()
-    figures.put(*scene.history(sparse=True)[-1:])
-    await expect(visit.page.get_by_role("radio")).to_have_count(3)
-    await visit.send("hi")
-    await running.engine.until(lambda engine: len(engine.submits) == 1)
-    async with visit.page.expect_request(f"**/stats/stream?request={running.engine.submits[0].request_id}"):
-        pass
+    events = {"before it begins": scene.history(sparse=True)[-1], "only later": scene.history()[-1]}
+    figures.put(events[known])
+    await expect(visit.page.locator("#requests tbody tr")).to_have_count(3)
+    own = await begun(running, visit)
+    if known == "only later":
+        figures.put(with_request(scene.history()[-1], own))
+        await expect(visit.page.get_by_text("this chat")).to_be_visible()
+        assert not any("request=" in path for path in visit.paths)
+    figures.put(with_request(scene.history(sparse=True)[-1], own))
+    await expect(visit.page.get_by_role("radio", name="this chat")).to_be_checked()
+    assert f"/stats/stream?request={own}" in visit.paths
+
+
+async def test_a_request_that_was_chosen_by_hand_stays_chosen_while_it_runs(looked, figures):
+    running, visit = await looked()
+    figures.put(last := scene.history(sparse=True)[-1])
+    first = visit.page.get_by_role("radio").first
+    await first.check()
+    own = await begun(running, visit)
+    figures.put(with_request(last, own))
+    await expect(visit.page.get_by_role("radio")).to_have_count(4)
+    await expect(first).to_be_checked()
+    figures.put(msgspec.structs.replace(with_request(last, own), requests=with_request(last, own).requests[-1:]))
+    await expect(visit.page.get_by_role("radio", name="this chat")).to_be_checked()
 
 
 async def test_the_stream_is_open_only_while_somebody_looks(looked):
