@@ -73,8 +73,8 @@ class Side:
         self.texts.append(text)
 
 
-def run(llms: tuple[LLM, LLM], prompts: list[list[int]], params: SamplingParams) -> tuple[Side, Side]:
-    sides = (Side(), Side())
+def run(llms: Sequence[LLM], prompts: list[list[int]], params: SamplingParams) -> list[Side]:
+    sides = [Side() for _ in llms]
     for prompt in prompts:
         for side, llm in zip(sides, llms):
             side.answer(llm, prompt, params)

@@ -1,6 +1,7 @@
 """Random traffic that is given up at random moments, on a tiny model with too few pages.
 
 python -m tests.engine.soak --aborts 10000      counts what is left over, and what the process's memory does
+python -m tests.engine.soak --aborts 10000 --sparse     whoever passes 48 tokens becomes sparse
 """
 
 import argparse
@@ -14,6 +15,9 @@ from tests.engine.tiny import VOCAB, finish, submit, tiny_engine
 
 PAGE_BYTES = 2 * 2 * 2 * 16 * 8 * 4
 PROMPT = [random.Random(1).randrange(VOCAB) for _ in range(40)]
+
+HOST_KV = {"host_kv": 40 * PAGE_BYTES}
+SPARSE = {"host_kv": 60 * PAGE_BYTES, "sparse": "above", "sparse_above": 48, "working_set_blocks": 3}
 
 
 def small_engine(folder, **options):
@@ -75,13 +79,15 @@ def peak_mib():
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.engine.soak", description=__doc__)
     parser.add_argument("--aborts", type=int, default=10_000)
+    parser.add_argument("--sparse", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        engine = small_engine(Path(folder), run_ahead=1, host_kv=40 * PAGE_BYTES)
+        engine = small_engine(Path(folder), run_ahead=1, **(SPARSE if args.sparse else HOST_KV))
         expected = answer(engine)
         number = soak(engine, args.aborts, seed=7, every=max(1, args.aborts // 10))
         stats = engine.step().stats
-        print(f"{number} requests, {stats.num_preemptions} preemptions; left over: {stats.num_pages_used} pages")
+        print(f"{number} requests, {stats.num_preemptions} preemptions, {stats.num_demotions} became sparse")
+        print(f"left over: {stats.num_pages_used} pages")
         right = answer(engine) == expected
         print("the next request is right:", right)
         sys.exit(not right or stats.num_pages_used > 0)

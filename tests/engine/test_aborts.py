@@ -2,11 +2,13 @@
 
 import pytest
 
-from tests.engine.soak import PAGE_BYTES, answer, small_engine, soak
+from tests.engine.soak import HOST_KV, SPARSE, answer, small_engine, soak
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"run_ahead": 0}, {"run_ahead": 1}, {"run_ahead": 1, "host_kv": 40 * PAGE_BYTES}])
+@pytest.mark.parametrize(
+    "options", [{"run_ahead": 0}, {"run_ahead": 1}, {"run_ahead": 1} | HOST_KV, {"run_ahead": 1} | SPARSE]
+)
 def test_after_a_thousand_random_aborts_every_page_is_there_and_the_next_request_is_right(tmp_path, options):
     engine = small_engine(tmp_path, **options)
     expected = answer(engine)
@@ -15,4 +17,5 @@ def test_after_a_thousand_random_aborts_every_page_is_there_and_the_next_request
     stats = engine.step().stats
     assert (stats.num_pages_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
     assert stats.num_preemptions > 0
+    assert (stats.num_demotions > 0) == ("sparse" in options)
     assert answer(engine) == expected

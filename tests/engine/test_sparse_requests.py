@@ -7,6 +7,7 @@ import pytest
 
 from minserve.config import BLOCK_SIZE
 from minserve.protocol import SamplingParams, SparseParams, Submit
+from tests.engine.crowd import crowd
 from tests.engine.heads import write_head
 from tests.engine.tiny import CONFIG, finish, tiny_engine
 
@@ -150,30 +151,11 @@ def test_accounts_add_up(tmp_path, miss_policy, run_ahead):
 
 def test_many_run_where_two_would_fit(tmp_path):
     """Eight of 500 tokens, 4 blocks each, in pages for two: what is left beside the prompt that is being read holds
-    five."""
-    num_pages = 2 * 36
-    own = engine(
-        tmp_path / "engine",
-        4,
-        sparse="pressure",
-        kv_cache_memory=PAGE_BYTES * num_pages,
-        max_model_len=576,
-        run_ahead=1,
-    )
-    for number in range(8):
-        own.submit(request(f"r{number}", number, 500))
-    most_running = most_pages = 0
-    lengths = dict.fromkeys((f"r{n}" for n in range(8)), 0)
-    while own.has_work:
-        outputs = own.step()
-        own.check()
-        most_running = max(most_running, outputs.stats.num_running)
-        most_pages = max(most_pages, outputs.stats.num_pages_used)
-        for delta in outputs.deltas:
-            lengths[delta.request_id] += len(delta.token_ids)
-    assert most_running >= 6
-    assert most_pages <= num_pages
-    assert set(lengths.values()) == {NEW}
+    five. (`python -m tests.engine.crowd`: sixteen of 4,096.)"""
+    seen = crowd(tmp_path, num_requests=8, num_tokens=500, num_new=NEW, num_slots=4)
+    assert seen.most_running >= 6
+    assert seen.most_pages <= seen.num_pages
+    assert seen.lengths == [NEW] * 8
 
 
 def test_a_look_at_a_sparse_request_shows_what_it_holds(tmp_path):

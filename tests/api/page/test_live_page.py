@@ -238,3 +238,17 @@ async def test_a_server_that_comes_back_is_looked_at_again(looked, figures):
     await expect(state).to_have_attribute("data-state", "lost")
     figures.put(*scene.history()[-1:])
     await expect(state).to_have_attribute("data-state", "live")
+
+
+async def test_a_request_that_has_ended_is_not_asked_for_when_the_server_comes_back(looked, figures):
+    _, visit = await looked()
+    figures.put(last := scene.history(sparse=True)[-1])
+    await visit.page.get_by_role("radio").first.check()
+    await expect(visit.page.locator("#working-set")).to_be_visible()
+    figures.put(msgspec.structs.replace(last, time=last.time + 1, requests=[]))
+    await expect(visit.page.get_by_role("radio")).to_have_count(0)
+    num_before = len(visit.paths)
+    figures.end()
+    figures.put(last)
+    await expect(visit.page.get_by_role("radio")).to_have_count(3)
+    assert visit.paths[num_before:] == ["/stats/stream"]

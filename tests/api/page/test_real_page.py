@@ -29,8 +29,9 @@ async def test_the_default_model_answers_a_chat_and_the_server_is_seen_at_work(v
     assert real_server.faults == []
 
 
-async def test_the_heat_map_shows_the_working_set_of_a_chat_while_it_is_answered(visit, start_real, request):
-    """Sparse from its first step, with so few slots that blocks come and go."""
+async def test_the_heat_map_shows_the_working_set_of_a_chat_while_it_is_answered(start_real, visit, request):
+    """Sparse from its first step, with so few slots that blocks come and go. The server outlives the visit: a page asks
+    one that stops again and again, and the browser complains of each answer."""
     flags = ("--host-kv", "256MiB", "--sparse", "above:0", "--working-set-blocks", "8", "--max-num-seqs", "4")
     server = start_real(*flags, "--draft", "none", "--fetch", "fixed", "--miss-policy", "approximate")
     visit = await visit(server.url)
