@@ -167,7 +167,7 @@ async def test_a_chat_of_this_page_is_chosen_by_itself_where_requests_are_sparse
     own = await begun(running, visit)
     if known == "only later":
         figures.put(with_request(scene.history()[-1], own))
-        await expect(visit.page.get_by_text("this chat")).to_be_visible()
+        await expect(visit.page.get_by_role("cell", name="this chat")).to_be_visible()
         assert not any("request=" in path for path in visit.paths)
     figures.put(with_request(scene.history(sparse=True)[-1], own))
     await expect(visit.page.get_by_role("radio", name="this chat")).to_be_checked()
