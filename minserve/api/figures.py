@@ -17,7 +17,7 @@ class Figures(msgspec.Struct, kw_only=True):
     up. acceptance: how often the first draft was right, how often the first two were...
 
     Of sparse requests, and absent until there was one: num_sparse; working_set_hit_rate: of the blocks that were
-    wanted, those that were on the GPU; surprises_per_s: blocks that were wanted at once and had not been foreseen;
+    wanted, those that were in pages; surprises_per_s: blocks that were wanted at once and had not been foreseen;
     link_bytes_per_s: from host memory to the GPU.
     """
 

@@ -141,12 +141,12 @@ async def test_a_cell_of_the_heat_map_is_read_by_keyboard(looked, figures):
     await visit.page.locator("#map").focus()
     cell = visit.page.locator("#cell")
     await visit.page.keyboard.press("ArrowRight")
-    await expect(cell).to_have_text("Layer 0, KV head 0, block 0, tokens 0 to 15: on the GPU")
+    await expect(cell).to_have_text("Layer 0, KV head 0, block 0, tokens 0 to 15: in pages")
     for key in ("ArrowRight", "ArrowDown", "PageDown"):
         await visit.page.keyboard.press(key)
     await expect(cell).to_contain_text("Layer 1, KV head 1, block 1, tokens 16 to 31")
     await visit.page.keyboard.press("End")
-    await expect(cell).to_contain_text("block 1023, tokens 16,368 to 16,383: on the GPU")
+    await expect(cell).to_contain_text("block 1023, tokens 16,368 to 16,383: in pages")
     await visit.page.keyboard.press("Tab")
     await expect(cell).to_have_text("")
 
@@ -154,7 +154,7 @@ async def test_a_cell_of_the_heat_map_is_read_by_keyboard(looked, figures):
 async def test_a_chosen_request_that_is_dense_is_said_to_be(looked, figures):
     visit, _ = await heat_map(looked, figures)
     figures.put(*scene.history(sparse=True)[-1:])
-    await expect(visit.page.get_by_text("this request is dense: every block of it is on the GPU")).to_be_visible()
+    await expect(visit.page.get_by_text("this request is dense: every block of it is in pages")).to_be_visible()
     await expect(visit.page.locator("#map")).not_to_be_visible()
 
 

@@ -42,7 +42,7 @@ async def test_the_heat_map_shows_the_working_set_of_a_chat_while_it_is_answered
     said = visit.page.locator("#map-figures")
     await expect(visit.page.get_by_role("radio", name="this chat")).to_be_checked()  # by itself
     await expect(visit.page.locator("#map")).to_be_visible()
-    await expect(said).to_contain_text("of its blocks on the GPU")
+    await expect(said).to_contain_text("of its blocks in pages")
     drawing = "canvas => canvas.toDataURL()"
     told, drawn = await said.inner_text(), await visit.page.locator("#map").evaluate(drawing)
     await expect(said).not_to_have_text(told)
