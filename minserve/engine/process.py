@@ -91,7 +91,7 @@ class EngineLoop:
         self._channel = channel
         self._inbox: SimpleQueue[ToEngine | Exception] = SimpleQueue()
         self._stopping = False
-        self._stats = Stats()
+        self._stats = Stats(num_pages=engine.info.num_pages, num_host_blocks=engine.info.num_host_blocks)
         self._sent_at = time.monotonic()
 
     def run(self) -> None:
