@@ -112,10 +112,6 @@ class _Background(Background):
         self._sets.turn()
 
 
-class _Lookahead(Lookahead):
-    background_type: type[Background] = _Background
-
-
 class Base:
     """What all contexts share: the model, a head or none, and the host pool. folder: with a config.json."""
 
@@ -177,7 +173,8 @@ class Rig:
         context = KVContext(
             self.pages.kv, self.lanes.page_table, model.rope_table, config.rms_norm_eps, config.num_heads
         )
-        lookahead = _Lookahead(self.sets, recalls=False, max_entries=graph_sizes(num_lanes)[-1])
+        room = graph_sizes(num_lanes)[-1]
+        lookahead = Lookahead(self.sets, recalls=False, max_entries=room, background=_Background)
         steps = Decode(model, context, self.lanes, self.sampler, self.drafter, lookahead)
         decode: DecodeRunner = steps
         if device.type == "cuda":
