@@ -1,6 +1,7 @@
 """The benchmark of sparse requests runs what it says: on a tiny model, whose counters are known beforehand."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -56,11 +57,7 @@ def test_drafts_are_right_as_often_as_asked(monkeypatch, tmp_path):
 
 
 def test_what_is_fetched_is_what_the_sources_say_layer_by_layer_as_on_a_gpu(monkeypatch, tmp_path):
-    class ByLayer(rig._Lookahead):
-        def __init__(self, *args, **options):
-            Lookahead.__init__(self, *args, grouped=False, **options)
-
-    monkeypatch.setattr(rig, "_Lookahead", ByLayer)
+    monkeypatch.setattr(rig, "Lookahead", partial(Lookahead, grouped=False))
     torch.manual_seed(1)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["tiny"].config))
     base = rig.Base(tmp_path, torch.device("cpu"), has_head=False, host_bytes=2**20)
