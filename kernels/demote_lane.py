@@ -78,7 +78,9 @@ def demote_lane(
     layer, head, source = is_moved.nonzero(as_tuple=True)
     target = is_vacant.nonzero(as_tuple=True)[2]
     block[is_vacant] = source
-    kv[layer, slot_pages[target], head] = kv[layer, pages[source], head]
+    for number in range(num_layers):  # not all at once: that would take the memory of a request's pages again
+        own = layer == number
+        kv[number, slot_pages[target[own]], head[own]] = kv[number, pages[source[own]], head[own]]
 
     maps.slot_block.copy_(block)
     maps.slot_used.copy_(step.expand_as(block))

@@ -6,7 +6,6 @@ kept[lanes[e]] = q[e, ahead[e]], q[e, 0]
 import torch
 
 from minserve.kernels.lang import tl, triton
-from minserve.kernels.masked_write import write_where
 
 
 def keep_queries(q: torch.Tensor, ahead: torch.Tensor, lanes: torch.Tensor, kept: torch.Tensor) -> None:
@@ -28,7 +27,8 @@ def keep_queries(q: torch.Tensor, ahead: torch.Tensor, lanes: torch.Tensor, kept
 def keep_queries_reference(q: torch.Tensor, ahead: torch.Tensor, lanes: torch.Tensor, kept: torch.Tensor) -> None:
     rows = q.view(len(lanes), -1, *q.shape[1:])
     both = torch.stack((rows[torch.arange(len(rows), device=q.device), ahead], rows[:, 0]), dim=1)
-    write_where(kept, lanes, both, lanes >= 0)
+    real = lanes >= 0
+    kept[lanes[real]] = both[real]
 
 
 @triton.jit(do_not_specialize=["rows"])

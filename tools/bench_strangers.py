@@ -5,10 +5,12 @@ Wanted: beside 64 readers that stall, 16 others' p99 gap between tokens at most 
 32 MiB; of 2,000 requests within a second and room for 256, every one refused within 20 ms (p99) or answered; bodies
 made to hurt hold up a probe for at most 50 ms. Client and server are two processes: give each a core of its own.
 
-    PYTHONPATH=. tools/bench_strangers.py [stalled] [burst] [bodies]
+    PYTHONPATH=. taskset -c 1 tools/bench_strangers.py --under "taskset -c 0" [stalled] [burst] [bodies]
 """
 
+import argparse
 import asyncio
+import gc
 import json
 import resource
 import socket
@@ -20,6 +22,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
 from pathlib import Path
 
+import burst_client
 import uvloop
 
 from minserve.api.server import Server, bind
@@ -61,6 +64,8 @@ async def serve(step_s: float) -> None:
             # Longer than the measurement, so that those who stall are still there.
             server = Server(Service(config, engine, tokenizer, renderer), sock, stall_s=3600)
             await server.start()
+            gc.collect()
+            gc.freeze()  # as the command does
             print(sock.getsockname()[1], flush=True)
             await server.run()
 
@@ -68,8 +73,8 @@ async def serve(step_s: float) -> None:
 class Run:
     """A server's process, and what is asked of it over raw sockets."""
 
-    def __init__(self, step_s: float) -> None:
-        command = [sys.executable, __file__, "serve", str(step_s)]
+    def __init__(self, step_s: float, under: str = "") -> None:
+        command = [*under.split(), sys.executable, __file__, "serve", str(step_s)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = ("127.0.0.1", int(self.process.stdout.readline()))
@@ -77,6 +82,11 @@ class Run:
     def rss_mib(self) -> float:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * resource.getpagesize() / MIB
+
+    def core_s(self) -> tuple[float, float]:
+        """Seconds that the server's main thread has had a core, and that it has waited for one while it could run."""
+        had, waited, _ = Path(f"/proc/{self.process.pid}/schedstat").read_text().split()
+        return int(had) / 1e9, int(waited) / 1e9
 
     async def num_tokens(self) -> float:
         """The tokens that the engine has generated."""
@@ -142,24 +152,18 @@ async def stalled(run: Run) -> None:
 
 
 async def burst(run: Run) -> None:
-    answers: list[tuple[int, float]] = []
-
-    async def one() -> None:
-        begin = time.perf_counter()
-        reader, writer = await run.ask(json.dumps(CHAT | {"max_tokens": 30}).encode())
-        answer = await reader.read()
-        answers.append((int(answer.split()[1]), time.perf_counter() - begin))
-        writer.close()
-
-    tasks = []
-    for _ in range(100):
-        tasks += [asyncio.create_task(one()) for _ in range(20)]
-        await asyncio.sleep(0.01)
-    await asyncio.gather(*tasks)
-    refused = [seconds for status, seconds in answers if status == 503]
-    num_answered = sum(status == 200 for status, _ in answers)
-    print(f"{num_answered} answered, {len(refused)} refused of {len(answers)}")
-    print(f"refused after: p50 {1000 * percentile(refused, 0.5):.1f} ms, p99 {1000 * percentile(refused, 0.99):.1f} ms")
+    body = json.dumps(CHAT | {"max_tokens": 30}).encode()
+    had_s, waited_s = run.core_s()
+    answers, took_s = await asyncio.to_thread(burst_client.burst, run.address, request(body), 2000, 1.0)
+    refused = [answer for answer in answers if answer.status == 503]
+    num_answered = sum(answer.status == 200 for answer in answers)
+    print(f"{num_answered} answered, {len(refused)} refused of {len(answers)}, sent within {took_s:.2f} s")
+    ms = [1000 * answer.seconds for answer in refused]
+    late_ms = [1000 * answer.late_s for answer in refused]
+    shares = ", ".join(f"p{100 * share:g} {percentile(ms, share):.1f}" for share in (0.5, 0.99, 0.999))
+    print(f"refused after: {shares}, at most {max(ms):.1f} ms; read by the client up to {max(late_ms):.1f} ms later")
+    now_had_s, now_waited_s = run.core_s()
+    print(f"the server had a core for {now_had_s - had_s:.2f} s, and waited {now_waited_s - waited_s:.2f} s for one")
 
 
 async def bodies(run: Run) -> None:
@@ -203,9 +207,13 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         uvloop.run(serve(float(sys.argv[2])))
         return
-    for name in sys.argv[1:] or list(MEASUREMENTS):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*MEASUREMENTS, []], default=list(MEASUREMENTS))
+    parser.add_argument("--under", default="", help='what the server is run under, as "taskset -c 0"')
+    args = parser.parse_args()
+    for name in args.names:
         measure, step_s = MEASUREMENTS[name]
-        run = Run(step_s)
+        run = Run(step_s, args.under)
         try:
             uvloop.run(measure(run))
         finally:

@@ -2,10 +2,14 @@
 
     PYTHONPATH=site python tools/rival_vllm.py --work 1x1024 8x16384        alone; site: where vLLM was unpacked
 
+With --num-draft-tokens it has a random EAGLE-3 head, and accepts drafts by luck: --accepted-length tokens a step. A
+step's time is that of a token of each request then.
+
 Reports its version when the first token of the first request is there, then the times of each work.
 """
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -13,7 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workload import add_flags, engine_options, first_request, measure, parse, report, write_config
+from workload import (
+    SHAPES,
+    add_flags,
+    draft_config,
+    engine_options,
+    first_request,
+    measure,
+    parse,
+    report,
+    write_config,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -42,6 +56,22 @@ def build(folder: str, options: dict[str, Any]) -> "LLM":
     )
 
 
+def own_options(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Those that only this side has. folder: where a draft head's config is written."""
+    options: dict[str, Any] = {"kv_cache_dtype": args.kv_cache_dtype} if args.kv_cache_dtype else {}
+    if args.num_draft_tokens:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(draft_config(SHAPES[args.config].config)))
+        options["speculative_config"] = {
+            "method": "eagle3",
+            "model": str(folder),
+            "num_speculative_tokens": args.num_draft_tokens,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": args.accepted_length,
+        }
+    return options
+
+
 def version() -> str:
     from vllm import __version__
 
@@ -64,11 +94,14 @@ def serve(llm: "LLM", prompts: list[list[int]], new_tokens: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser)
+    parser.add_argument("--kv-cache-dtype", metavar="NAME", help="such as fp8")
+    parser.add_argument("--num-draft-tokens", type=int, metavar="N", help="drafts of a step")
+    parser.add_argument("--accepted-length", type=float, metavar="TOKENS", help="tokens that a step with drafts gives")
     args = parse(parser)
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), args.config)
-        llm = build(folder, engine_options(args))
+        llm = build(folder, engine_options(args) | own_options(args, Path(folder) / "head"))
         serve(llm, first_request(args), 1)
         report(version=version())
         for work in args.work:

@@ -85,13 +85,6 @@ class WatchedBackground(Background):
         return ranked, plans
 
 
-class WatchedLookahead(Lookahead):
-    """One whose background is watched."""
-
-    background_type = WatchedBackground
-    background: WatchedBackground
-
-
 class _Memory(NamedTuple):
     """Pages or host blocks, as `WorkingSets` looks at them."""
 
@@ -139,7 +132,8 @@ class SparseLab:
     def _run_with(self, sets: WorkingSets, *, recalls: bool, **options: Any) -> None:
         """options: of the lookahead."""
         old = self._old
-        self.sets, self.lookahead = sets, WatchedLookahead(sets, recalls=recalls, **options)
+        self.sets = sets
+        self.lookahead = Lookahead(sets, recalls=recalls, background=WatchedBackground, **options)
         drafter, sampler = old._drafter, self.sampler
         steps = Decode(old._model, old._context, self.lanes, sampler, drafter, self.lookahead)
         self.runner = Runner(old._model, old._context, sampler, steps, steps, drafter, old._shapes)

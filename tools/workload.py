@@ -159,6 +159,24 @@ def write_config(folder: Path, name: str) -> None:
     (folder / "config.json").write_text(json.dumps(SHAPES[name].config))
 
 
+def draft_config(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of an EAGLE-3 head for a model with this one, of the model's own sizes but for one layer."""
+    sizes = ("head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    others = ("bos_token_id", "eos_token_id", "max_position_embeddings", "rms_norm_eps", "rope_theta", "torch_dtype")
+    config = {name: target[name] for name in (*sizes, *others, "vocab_size")} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "attention_bias": False,
+        "draft_vocab_size": min(32000, target["vocab_size"] // 2),
+        "hidden_act": "silu",
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+    }
+    # A model of few layers has no three by the rule that heads go by.
+    few = target["num_hidden_layers"] < 7
+    return config | ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]} if few else {})
+
+
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Add a byte-level BPE tokenizer in which every id is a token, and every token whole characters of its own.
 

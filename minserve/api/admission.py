@@ -1,13 +1,15 @@
 """Who is let in: room in the queue, for all clients together and for each key.
 
 Owns: the number of choices in flight, and whether new work is taken.
-Does not know: HTTP, what the requests ask for, the engine's own queue.
+Does not know: HTTP, but for the name of a request's place; what requests ask for; the engine's own queue.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from aiohttp import web
 
 from minserve.api.auth import Caller
 from minserve.api.engine import Engine
@@ -19,7 +21,7 @@ FULL_RETRY_AFTER_S = 2
 
 
 class Admission:
-    """The door. A choice, one text that a request asks for, holds its place until its answer has been made.
+    """The door. A choice, one text that a request asks for, has its place until the request has been answered.
 
     Counted here and not from the engine's gauges, which are a step old: a burst must not pass them.
     """
@@ -53,8 +55,37 @@ class Admission:
         """Whether the server takes new work."""
         return self._engine.alive and not self.draining
 
-    def check(self, caller: Caller, num_choices: int = 1) -> None:
-        """Raise OverloadedError if there is no room now. The door asks before a body is read: refusing is cheap."""
+    @contextmanager
+    def enter(self, caller: Caller) -> Iterator["Place"]:
+        """A request's place until it has been answered. Raises OverloadedError if there is no room for one now: before
+        its body is read, so that refusing is cheap."""
+        self._check(caller, 1)
+        place = Place(self, caller)
+        try:
+            yield place
+        finally:
+            place.leave()
+
+    async def wait_idle(self) -> None:
+        """Returns when no choice is in flight."""
+        await self._idle.wait()
+
+    def most_of(self, caller: Caller) -> int:
+        """The texts that a request of this caller's could ever ask for."""
+        return self._most if self._most_per_key is None else min(self._most, self._most_per_key)
+
+    def change(self, caller: Caller, num_choices: int) -> None:
+        """So many choices more are in flight, or fewer. Raises OverloadedError if there is no room for more."""
+        if num_choices > 0:
+            self._check(caller, num_choices)
+        self._num_choices += num_choices
+        self._num_of_tenant[caller.tenant] += num_choices
+        if self._num_choices:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _check(self, caller: Caller, num_choices: int) -> None:
         if not self._engine.alive:
             raise OverloadedError("the engine has died; the server is going down", code="engine_dead")
         if self.draining:
@@ -74,24 +105,28 @@ class Admission:
                 code="queue_full",
             )
 
-    @contextmanager
-    def admit(self, caller: Caller, num_choices: int = 1, param: str = "n") -> Iterator[None]:
-        """Hold room for num_choices. Raises OverloadedError, or RequestError (of param) if there will never be room."""
-        most = self._most if self._most_per_key is None else min(self._most, self._most_per_key)
+
+class Place:
+    """What one request has of the room: nothing until its body has come, since that is its client's to delay; then a
+    place, until it is known for how many texts it asks."""
+
+    def __init__(self, admission: Admission, caller: Caller) -> None:
+        self._admission = admission
+        self._caller = caller
+        self._num_choices = 0
+
+    def take(self, num_choices: int = 1, param: str = "n") -> None:
+        """Have room for so many texts. Raises OverloadedError, or RequestError (of param) if there will never be."""
+        most = self._admission.most_of(self._caller)
         if num_choices > most:
             raise RequestError(f"{param} asks for {num_choices} texts; at most {most} may run or wait", param=param)
-        self.check(caller, num_choices)
-        self._num_choices += num_choices
-        self._num_of_tenant[caller.tenant] += num_choices
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._num_choices -= num_choices
-            self._num_of_tenant[caller.tenant] -= num_choices
-            if self._num_choices == 0:
-                self._idle.set()
+        self._admission.change(self._caller, num_choices - self._num_choices)
+        self._num_choices = num_choices
 
-    async def wait_idle(self) -> None:
-        """Returns when no choice is in flight."""
-        await self._idle.wait()
+    def leave(self) -> None:
+        """The request has been answered."""
+        self._admission.change(self._caller, -self._num_choices)
+        self._num_choices = 0
+
+
+PLACE = web.RequestKey("place", Place)

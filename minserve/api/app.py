@@ -11,6 +11,7 @@ import uuid
 
 from aiohttp import web
 
+from minserve.api.admission import PLACE
 from minserve.api.auth import ANYBODY, CALLER, Authenticator
 from minserve.api.body import BODIES
 from minserve.api.cors import Cors
@@ -68,10 +69,11 @@ _NEEDS_ROOM = frozenset(route.path for route in ROUTES if route.needs_room)
 
 @web.middleware
 async def _door_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """While the server is full, refuse before a body is read. The handler asks again, when it knows for how much."""
-    if route_of(request) in _NEEDS_ROOM:
-        request.app[SERVICE].admission.check(request[CALLER])
-    return await handler(request)
+    """While the server is full, refuse before a body is read. What is let in has its place until it is answered."""
+    if route_of(request) not in _NEEDS_ROOM:
+        return await handler(request)
+    with request.app[SERVICE].admission.enter(request[CALLER]) as request[PLACE]:
+        return await handler(request)
 
 
 @web.middleware

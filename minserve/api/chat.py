@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from minserve.api.admission import PLACE
 from minserve.api.auth import CALLER, Caller
 from minserve.api.body import read_json
 from minserve.api.chat_answer import Chat, ChatAnswer
@@ -33,13 +34,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     model = service.check_model(asked.model)
     refuse_sparse(asked.sparse, service.engine.info)
     answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-    with service.admission.admit(request[CALLER], asked.n):
-        chat = await prepare_chat(service, asked, answer_id, request[CALLER])
-        answer = ChatAnswer(service, asked, answer_id, model, chat)
-        if asked.stream:
-            events = answer.chunks()
-            return await stream_events(request, events, keep_alive_s=service.keep_alive_s)
-        return json_response(await answer.whole())
+    request[PLACE].take(asked.n)
+    chat = await prepare_chat(service, asked, answer_id, request[CALLER])
+    answer = ChatAnswer(service, asked, answer_id, model, chat)
+    if asked.stream:
+        events = answer.chunks()
+        return await stream_events(request, events, keep_alive_s=service.keep_alive_s)
+    return json_response(await answer.whole())
 
 
 async def prepare_chat(service: Service, asked: ChatRequest, answer_id: str, caller: Caller) -> Chat:

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
+from minserve.api.admission import PLACE
 from minserve.api.auth import CALLER, Caller
 from minserve.api.body import read_json
 from minserve.api.generation import Choice, drafts_of, run, sparse_of
@@ -60,12 +61,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
         raise RequestError("prompt_logprobs cannot be combined with echo and logprobs", param="prompt_logprobs")
     caller = request[CALLER]
     param = "n" if asked.n > 1 else "prompt"
-    with service.admission.admit(caller, len(prompts) * asked.n, param):
-        answer = await _prepare(service, asked, prompts, model, caller)
-        if asked.stream:
-            events = answer.chunks()
-            return await stream_events(request, events, keep_alive_s=service.keep_alive_s)
-        return json_response(await answer.whole())
+    request[PLACE].take(len(prompts) * asked.n, param)
+    answer = await _prepare(service, asked, prompts, model, caller)
+    if asked.stream:
+        events = answer.chunks()
+        return await stream_events(request, events, keep_alive_s=service.keep_alive_s)
+    return json_response(await answer.whole())
 
 
 def _prompts(prompt: str | list[object], info: Ready) -> list[Prompt]:

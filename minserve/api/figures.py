@@ -17,7 +17,7 @@ class Figures(msgspec.Struct, kw_only=True):
     up. acceptance: how often the first draft was right, how often the first two were...
 
     Of sparse requests, and absent until there was one: num_sparse; working_set_hit_rate: of the blocks that were
-    wanted, those that were on the GPU; surprises_per_s: blocks that were wanted at once and had not been foreseen;
+    wanted, those that were in pages; surprises_per_s: blocks that were wanted at once and had not been foreseen;
     link_bytes_per_s: from host memory to the GPU.
     """
 
@@ -49,6 +49,8 @@ def gauges(now: Stats) -> Figures:
     if now.num_host_blocks:
         figures.num_host_blocks = now.num_host_blocks
         figures.num_host_blocks_used = now.num_host_blocks_used
+    if now.num_demotions or now.num_sparse or now.sparse_steps:
+        figures.num_sparse = now.num_sparse
     return figures
 
 
@@ -65,13 +67,12 @@ def figures_between(before: Stats, now: Stats, seconds: float) -> Figures:
             (count - earlier) / drafts
             for count, earlier in zip(now.accepted_at[:longest], before.accepted_at[:longest], strict=True)
         ]
-    if now.num_demotions or now.num_sparse or now.sparse_steps:
+    if figures.num_sparse is not UNSET:
         _add_sparse(figures, before, now, seconds)
     return figures
 
 
 def _add_sparse(figures: Figures, before: Stats, now: Stats, seconds: float) -> None:
-    figures.num_sparse = now.num_sparse
     hits, misses = now.sparse_hits - before.sparse_hits, now.sparse_misses - before.sparse_misses
     if hits + misses:
         figures.working_set_hit_rate = hits / (hits + misses)

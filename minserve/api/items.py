@@ -26,12 +26,11 @@ async def responses(request: web.Request) -> web.StreamResponse:
     model = service.check_model(asked.model)
     chat = chat_of(asked)
     answer_id = f"resp_{uuid.uuid4().hex}"
-    with service.admission.admit(request[CALLER]):
-        with chat.client_names():
-            prepared = await prepare_chat(service, chat.request, answer_id, request[CALLER])
-        answer = ItemsAnswer(service, asked, answer_id, model, prepared)
-        if not asked.stream:
-            return json_response(await answer.whole())
-        return await stream_events(
-            request, answer.events(), keep_alive_s=service.keep_alive_s, failure=answer.failure, named=True
-        )
+    with chat.client_names():
+        prepared = await prepare_chat(service, chat.request, answer_id, request[CALLER])
+    answer = ItemsAnswer(service, asked, answer_id, model, prepared)
+    if not asked.stream:
+        return json_response(await answer.whole())
+    return await stream_events(
+        request, answer.events(), keep_alive_s=service.keep_alive_s, failure=answer.failure, named=True
+    )

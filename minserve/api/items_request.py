@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from minserve.api.body import convert
 from minserve.api.schemas import INSTEAD, NOT_SUPPORTED, NumTokens, SamplingRequest, TemplateKwargs, Tools
+from minserve.api.strict_json import convert
 from minserve.errors import RequestError
 
 _MetadataKey = Annotated[str, Meta(max_length=64)]

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from minserve.api.auth import Caller
-from minserve.api.body import convert
 from minserve.api.generation import Choice
 from minserve.api.messages import Message, Tool
 from minserve.api.sampling import check_token_ids, choice_seed, context_overflow
 from minserve.api.schemas import ChatRequest, GenerationRequest, TokenizeRequest
 from minserve.api.service import Service
+from minserve.api.strict_json import convert
 from minserve.errors import RequestError
 from minserve.protocol import SamplingParams, Submit
 from minserve.text.detokenizer import Detokenizer
@@ -28,6 +28,7 @@ async def encode_text(service: Service, text: str, *, add_special_tokens: bool, 
     at_least = service.tokenizer.min_tokens_lower_bound(text)
     if at_least >= max_model_len:
         raise context_overflow(f"at least {at_least}", max_model_len, param)
+    await service.turns.next()
     token_ids = await service.off_loop(
         len(text), lambda: service.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
     )

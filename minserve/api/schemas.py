@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from minserve.api.body import MAX_NAME_CHARS, convert
 from minserve.api.messages import Message
+from minserve.api.strict_json import MAX_NAME_CHARS, convert
 from minserve.errors import RequestError
 from minserve.grammar import MAX_GRAMMAR_BYTES
 from minserve.protocol import (

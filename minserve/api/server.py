@@ -39,6 +39,10 @@ EXIT_ENGINE_DIED = 1
 
 BACKLOG = 2048
 
+NUM_LISTENERS = 16
+"""libuv takes in one client in each turn of the loop, for each socket that listens. So several do, which are one to the
+kernel: else a burst would wait in the kernel's queue, together with all those who can only be refused."""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet. Raises ConfigError. Done first, since loading a model takes long."""
@@ -83,7 +87,7 @@ class Server:
             shutdown_timeout=SETTLE_S,
         )
         self._stall_s = stall_s
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._activity: asyncio.Task[None] | None = None
@@ -97,13 +101,18 @@ class Server:
         self._service.metrics.gauge("minserve:connections", "Clients connected", lambda: connections.num_open)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel's own watch over what is too little to fill our buffer
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._stall_s * 1000))
-        try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                connections, sock=self._sock, backlog=BACKLOG
-            )
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {address_of(self._sock)}: {error.strerror}") from None
+        for _ in range(NUM_LISTENERS):
+            self._listeners.append(await self._listen(connections))
         self._activity = asyncio.create_task(log_activity(lambda: self._service.engine.stats))
+
+    async def _listen(self, connections: Connections) -> asyncio.Server:
+        """One more listener on the socket."""
+        sock = self._sock.dup()
+        try:
+            return await asyncio.get_running_loop().create_server(connections, sock=sock, backlog=BACKLOG)
+        except OSError as error:
+            sock.close()
+            raise ConfigError(f"cannot listen at {address_of(self._sock)}: {error.strerror}") from None
 
     def request_stop(self) -> None:
         """Drain; asked a second time, end at once."""
@@ -141,8 +150,9 @@ class Server:
         """End what start() began; run() has done it when it returns."""
         if self._activity is not None:
             self._activity.cancel()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
+        self._sock.close()
         await self._runner.cleanup()
         self._service.close()
 

@@ -16,6 +16,7 @@ from minserve.api.admission import Admission
 from minserve.api.body import BODY_S, BodyReader
 from minserve.api.engine import Engine
 from minserve.api.in_flight import InFlight
+from minserve.api.turns import Turns
 from minserve.config import ServerConfig
 from minserve.errors import NotFoundError
 from minserve.grammar import Vocabulary
@@ -74,7 +75,8 @@ class Service:
         self.metrics = Metrics(self.model_name, lambda: engine.stats)
         self.admission = Admission(engine, config)
         max_bytes = max(MIN_MAX_REQUEST_BYTES, REQUEST_BYTES_PER_TOKEN * engine.info.max_model_len)
-        self.bodies = BodyReader(config.max_request_bytes or max_bytes, self.off_loop, body_s)
+        self.turns = Turns()
+        self.bodies = BodyReader(config.max_request_bytes or max_bytes, self.turns, self.off_loop, body_s)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
 
     @property

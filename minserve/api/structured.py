@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from minserve.api.body import convert
 from minserve.api.messages import Tool
 from minserve.api.schemas import ChatRequest, GenerationRequest
 from minserve.api.service import Service
+from minserve.api.strict_json import convert
 from minserve.errors import RequestError
 from minserve.text import grammars
 from minserve.text.grammars import Part

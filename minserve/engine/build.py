@@ -35,7 +35,7 @@ from minserve.lookahead.background import Background
 from minserve.lookahead.pipeline import Lookahead
 from minserve.memory.blocks import BlockManager, blocks_for
 from minserve.memory.copies import CopyEngine, StreamCopies, SyncCopies
-from minserve.memory.host_pool import HostPool
+from minserve.memory.host_pool import AT_ONCE, HostPool
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
 from minserve.memory.streams import CudaStream
@@ -96,14 +96,15 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     head = _load_head(config, model, machine)
     new_drafter = partial(_drafter, head, config.draft_window)
     kv_bytes = kv_cache_bytes(config, device, _workspace_bytes(model, machine, new_drafter))
+    fit = partial(choose_context, config, model_config, dtype, machine.max_num_seqs)
     if device.type == "cuda":
         num_blocks, sets_bytes = _on_gpu_for_host_blocks(config, machine, model_config, kv_bytes)
-        kv_bytes -= sets_bytes
-    max_model_len, num_pages = choose_context(config, model_config, dtype, machine.max_num_seqs, kv_bytes)
+        max_model_len, num_pages = fit(kv_bytes - sets_bytes)
+    else:
+        max_model_len, num_pages = fit(kv_bytes)
+        promised_bytes = num_pages * KVPages.bytes_per_page(model_config, dtype)
+        num_blocks = num_host_blocks(config, KVPages.bytes_per_page(model_config, machine.host_dtype), promised_bytes)
     pages = KVPages(model_config, num_pages, dtype, device)
-    if device.type == "cpu":
-        block_bytes = KVPages.bytes_per_page(model_config, machine.host_dtype)
-        num_blocks = num_host_blocks(config, block_bytes, pages.kv.nbytes)
     host = HostPool(num_blocks, pages, machine.host_dtype, partial(progress, "host memory, GiB"))
     has_sets = _has_working_sets(config, num_blocks)
     max_blocks = max(blocks_for(max_model_len), config.working_set_blocks + RING if has_sets else 0)
@@ -174,6 +175,7 @@ def _on_gpu_for_host_blocks(
             return number * scale_bytes
         entries = graph_sizes(machine.max_num_seqs)[-1]
         passes = Background.bytes_for(model.num_layers, model.num_kv_heads, num_slots, max_blocks, entries)
+        passes += 4 * AT_ONCE * KVPages.bytes_per_page(model, machine.dtype)
         sets_bytes = WorkingSets.bytes_for(
             model,
             machine.dtype,

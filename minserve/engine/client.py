@@ -113,6 +113,7 @@ class EngineClient:
         try:
             client._send_raw(config)
             client.info = await client._wait_ready(on_starting)
+            client.stats = Stats(num_pages=client.info.num_pages, num_host_blocks=client.info.num_host_blocks)
         except BaseException:
             await client._end_process(0)
             raise

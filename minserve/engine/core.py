@@ -32,7 +32,8 @@ class Engine:
     """Serves until it is dropped. Not thread-safe: one caller submits, aborts and steps.
 
     run_ahead: 1 launches a step before the tokens of the last one are known, so that the device never waits for the
-    host; 0 looks first. release: gives back what outlives the process's memory for long.
+    host; 0 looks first. release: gives back what the process's end alone would take long to give back.
+    is_waiting: the last step did nothing, since all that there is to do waits for copies.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Engine:
         self._runner = runner
         self._run_ahead = run_ahead
         self._in_flight: deque[_InFlight] = deque()
+        self.is_waiting = False
         self._last_result_at = 0.0
 
     def prepare(self, submit: Submit) -> None:
@@ -89,6 +91,7 @@ class Engine:
             launched_at = time.perf_counter()  # a CPU computes the step while it is launched
             self._in_flight.append(_InFlight(self._runner.run(plan), launched_at, tells))
         deltas = self._commit(keep=0 if plan.is_empty else self._run_ahead)
+        self.is_waiting = plan.is_empty and not self._in_flight and not deltas
         return Outputs(deltas=deltas, stats=self._scheduler.stats())
 
     def _commit(self, keep: int) -> list[Delta]:

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -43,6 +44,9 @@ from minserve.protocol import (
 )
 
 HEARTBEAT_S = 1.0
+
+COPIES_POLL_S = 1e-4
+"""While all that there is to do waits for copies, they are looked at so often."""
 
 
 class Channel:
@@ -87,7 +91,8 @@ class EngineLoop:
         self._channel = channel
         self._inbox: SimpleQueue[ToEngine | Exception] = SimpleQueue()
         self._stopping = False
-        self._stats = Stats()
+        self._stats = Stats(num_pages=engine.info.num_pages, num_host_blocks=engine.info.num_host_blocks)
+        self._sent_at = time.monotonic()
 
     def run(self) -> None:
         """Serve until told to shut down."""
@@ -99,6 +104,11 @@ class EngineLoop:
             if self._engine.has_work:
                 outputs = self._engine.step()
                 self._stats = outputs.stats
+                if self._engine.is_waiting:
+                    time.sleep(COPIES_POLL_S)
+                    if time.monotonic() < self._sent_at + HEARTBEAT_S:
+                        continue
+                self._sent_at = time.monotonic()
                 self._channel.send(outputs)
 
     def _read(self) -> None:

@@ -19,7 +19,7 @@ from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import Ring
 from minserve.lookahead.layers import LayerGroup
-from minserve.lookahead.order import Order
+from minserve.lookahead.order import NUM_FETCHERS, Order
 from minserve.memory.working_sets import WorkingSets
 
 LANES, START, NEXT_START, RETIRING = range(4)
@@ -55,17 +55,18 @@ class Background:
         self._groups = [LayerGroup(sets, layers, cut=order.on_host) for layers in ranges]
         singles = [range(layer, layer + 1) for layer in range(num_layers)] if recalls else []
         self._layers = [LayerGroup(sets, layers, cut=order.on_host) for layers in singles]
-        self.given = torch.full((4, max_entries), -1, dtype=torch.int64, device=device)
+        self.given = torch.full((4, max_entries + max_entries % 2), -1, dtype=torch.int64, device=device)
         self.again = torch.zeros(max_entries, dtype=torch.bool, device=device)
         self.counters = torch.zeros(max_entries, COUNTERS, dtype=torch.int64, device=device)
         self.recalled = torch.zeros(max_entries, 3, dtype=torch.int64, device=device)
 
     @staticmethod
     def bytes_for(num_layers: int, kv_heads: int, num_slots: int, max_blocks: int, max_entries: int) -> int:
-        """Bytes that a pass over single layers needs beside the working sets: what is wanted, and the plans, of all
-        layers, and the scores of one."""
+        """Bytes that passes over single layers need beside the working sets: what is wanted, and the plans, of all
+        layers, and the scores and lists of a few. Twice: those of graphs, and of a pass that is in none."""
         each_layer = 2 * max_blocks + 8 * num_slots
-        return max_entries * kv_heads * (num_layers * each_layer + 16 * max_blocks + 24 * num_slots)
+        passing = 20 * max_blocks + (1 + NUM_FETCHERS) * 24 * num_slots
+        return 2 * max_entries * kv_heads * (num_layers * each_layer + passing)
 
     def run(self, num_entries: int) -> None:
         """Of the step whose foreground has been launched last, up to its logits. On the background's stream."""
@@ -86,16 +87,20 @@ class Background:
         order.streams.join()
         sets.late[entries.at] = late.sum(dim=0)
         sets.retried[entries.at] = again
-        sets.by_layer[:, 1] += late.sum(dim=1)
+        if not self._recalls:  # else nobody runs again, and the foreground counts
+            sets.by_layer[:, 1] += late.sum(dim=1)
         order.ended.record()
 
     def _take_given(self, num_entries: int) -> Entries:
         sets = self._sets
-        lanes, start, next_start, retiring = self.given[:, :num_entries].clone()
+        # Of even width, so that every row begins at 16 bytes: kernels are compiled for that.
+        given = self.given[:, : num_entries + num_entries % 2].clone()
+        lanes, start, next_start, retiring = given[:, :num_entries]
         at = torch.where(lanes < 0, sets.num_lanes, lanes)
         takes_part = torch.zeros_like(sets.retried)
-        takes_part[at] = True
+        takes_part.index_fill_(0, at, True)  # `takes_part[at] = True` would have the host wait
         more, most = sets.refills.clone()
+        more = torch.where(sets.retried[:-1], 0, more)  # a lane has what it has for a token, not for a step
         refilled = torch.minimum(sets.allowance + more, most)
         sets.allowance.copy_(torch.where(takes_part[:-1], refilled, sets.allowance))
         return Entries(lanes, lanes.clamp_min(0), at, Ring(start, next_start, retiring), sets.step.clone())
@@ -119,6 +124,7 @@ class Background:
                 caps,
             )
             with order.streams.fetching(number):
+                order.attended[group.layers[-1]].wait()
                 group.fetch(plan, entries.lanes, entries.step)
             ranked.append(wanted)
             plans.append(plan)

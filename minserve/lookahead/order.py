@@ -19,6 +19,9 @@ import torch
 NUM_FETCHERS = 3
 """Streams whose fetches overlap: one layer's list is looked up while another's fills the link."""
 
+HIGHEST_PRIORITY = -5
+"""Of CUDA's streams on a Hopper GPU; others take it for the highest that they have."""
+
 
 class Signal(Protocol):
     """Something that happens in every step anew."""
@@ -55,7 +58,8 @@ class Streams(Protocol):
 @dataclass(frozen=True, slots=True)
 class Order:
     """begun: the foreground has written what the background begins with; taken: the background has copied that.
-    kept, fetched: of each layer: its queries are there; and its pages are as the next step's row reads them.
+    kept, attended, fetched: of each layer: its queries are there; its slots are read no more; and its pages are as the
+    next step's rows read them.
     ranked: it is known whose step runs again; counted: what the background counts; ended: all of it.
 
     on_host: what is computed is known to the host at once.
@@ -64,6 +68,7 @@ class Order:
     begun: Signal
     taken: Signal
     kept: Sequence[Signal]
+    attended: Sequence[Signal]
     fetched: Sequence[Signal]
     ranked: Signal
     counted: Signal
@@ -80,6 +85,7 @@ class Order:
             begun=new(),
             taken=new(),
             kept=[new() for _ in range(num_layers)],
+            attended=[new() for _ in range(num_layers)],
             fetched=[new() for _ in range(num_layers)],
             ranked=new(),
             counted=new(),
@@ -136,14 +142,15 @@ class _CudaSignal:
 
 
 class _CudaStreams:
-    """Of high priority: their kernels are small and late, and the next step waits for them."""
+    """Of the highest priority: their kernels are small and late, and the next step waits for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._background, self._finisher, *self._fetchers = (
-            torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device, priority=HIGHEST_PRIORITY)  # type: ignore[no-untyped-call]
             for _ in range(2 + NUM_FETCHERS)
         )
         self._ends: dict[int, torch.cuda.Event] = {}
+        self._forks: list[torch.cuda.Stream] = []
 
     def background(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._background)
@@ -162,12 +169,15 @@ class _CudaStreams:
 
     def _forked(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         stream.wait_stream(torch.cuda.current_stream())
+        self._forks.append(stream)
         return torch.cuda.stream(stream)
 
     def join(self) -> None:
         current = torch.cuda.current_stream()
-        for stream in (self._finisher, *self._fetchers):
+        # Not all there are: a graph may wait for nothing but what it has begun itself.
+        for stream in dict.fromkeys(self._forks):
             current.wait_stream(stream)
+        self._forks = []
 
     def synchronize(self) -> None:
         self._background.synchronize()

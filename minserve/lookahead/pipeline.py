@@ -3,9 +3,10 @@
 Owns: a step's rows, the queries that are kept, and how many of a lane's tokens count. Does not know: plans, sampling,
 models, or how blocks are chosen (background).
 
-A step begins with its rows (`begin`). Every layer first waits for what was fetched for it (`enter`), and then gives its
-queries (`keep`). Behind the last, the background is launched (`fetch`), which ranks blocks by these queries and fetches
-what the next step will want; sampling asks it whose step has to run again (`most_accepted`).
+A step begins with its rows (`begin`). Every layer first waits for what was fetched for it (`enter`), gives its queries
+(`keep`), and says when it has attended (`leave`). Behind the last, the background is launched (`fetch`), which ranks
+blocks by these queries and fetches what the next step will want; sampling asks it whose step has to run again
+(`most_accepted`).
 """
 
 import torch
@@ -40,15 +41,18 @@ class SparseStep:
             lookahead.background.recall(layer, self._given[LANES], self._given[START])
         lookahead.order.kept[layer].record()
 
+    def leave(self, layer: int) -> None:
+        """When it has attended."""
+        self._lookahead.order.attended[layer].record()
+
 
 class Lookahead:
     """Makes the sparse part of steps.
 
     max_entries: of a step, padding and all. recalls: every layer has what it wants fetched before it attends.
     grouped: the background ranks and fetches for all layers in one call (see layers.py); None: on a CPU.
+    background: its class, for whoever wants to watch it.
     """
-
-    background_type = Background
 
     def __init__(
         self,
@@ -58,12 +62,13 @@ class Lookahead:
         max_entries: int | None = None,
         order: Order | None = None,
         grouped: bool | None = None,
+        background: type[Background] = Background,
     ) -> None:
         self.sets, self.recalls = sets, recalls
         self.order = order or Order.of(sets.kv.device, sets.kv.shape[0])
         grouped = self.order.on_host if grouped is None else grouped
         room = max_entries or sets.num_lanes
-        self.background = self.background_type(sets, self.order, room, recalls=recalls, grouped=grouped)
+        self.background = background(sets, self.order, room, recalls=recalls, grouped=grouped)
 
     def prepare(self, plan: StepPlan) -> None:
         """Write what the plan changes. Before its step."""

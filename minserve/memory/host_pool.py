@@ -6,6 +6,7 @@ Blocks may be in 8 bits (kernels/fp8_blocks.py): then their scales lie on the de
 what was stored.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,8 +19,8 @@ from minserve.memory.pinned import PinnedMemory
 from minserve.memory.transfer import to_device
 from minserve.models.config import ModelConfig
 
-AT_ONCE = 16
-"""Blocks that are gathered on the device for one copy."""
+AT_ONCE = 8
+"""Blocks that are gathered on the device for one copy; in each direction twice, as one is being copied."""
 
 
 class HostPool:
@@ -46,8 +47,8 @@ class HostPool:
         if device.type != "cuda" or num_blocks == 0:
             self.kv = zeros(shape, dtype, "cpu")
             return
-        num_bytes = num_blocks * num_layers * pages.kv[0, 0].numel() * dtype.itemsize
-        self._memory = PinnedMemory(num_bytes, device, progress)
+        block_bytes = num_layers * pages.kv[0, 0].numel() * dtype.itemsize
+        self._memory = PinnedMemory(num_blocks * block_bytes, block_bytes, device, progress)
         self.kv = self._memory.bytes.view(dtype).view(shape)
         if self.scales is not None:
             quantize_blocks(pages.kv[:1, :1])  # compiled now, and not when the first block is full
@@ -95,7 +96,8 @@ class HostPool:
     def close(self) -> None:
         """Give registered memory back, when the device does nothing any more."""
         if self._memory is not None:
-            torch.cuda.synchronize(self._pages.kv.device)
+            with contextlib.suppress(RuntimeError):  # of a device that has failed: whoever closes says so
+                torch.cuda.synchronize(self._pages.kv.device)
             self._memory.close()
 
 

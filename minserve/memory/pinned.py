@@ -10,8 +10,10 @@ too: a process that is killed with hundreds of GiB registered takes minutes to g
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,21 +34,31 @@ GIB = 2**30
 
 
 class PinnedMemory:
-    """num_bytes of it; progress: told of (GiB that are ready, GiB in all). Raises ConfigError if it cannot be had."""
+    """num_bytes of it; progress: told of (GiB that are ready, GiB in all). Raises ConfigError if it cannot be had.
 
-    def __init__(self, num_bytes: int, device: torch.device, progress: Callable[[int, int], None]) -> None:
+    unit_bytes: what is copied at once. No unit lies in two pieces: CUDA copies nothing that does.
+    """
+
+    def __init__(
+        self, num_bytes: int, unit_bytes: int, device: torch.device, progress: Callable[[int, int], None]
+    ) -> None:
         assert num_bytes > 0
         try:
-            self._map = mmap.mmap(-1, num_bytes)
+            # Not shared, which is the default: that would be a file in memory, of small pages.
+            self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise ConfigError(f"--host-kv: {num_bytes / GIB:.2f} GiB of memory cannot be mapped: {error}") from error
         with contextlib.suppress(OSError):  # a kernel without huge pages does without
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pieces: list[int] = []
+        # Memory must not go while it is registered: whatever is mapped there next could not be.
+        self.close = weakref.finalize(self, _unregister, self.bytes, self._pieces)
+        whole = math.lcm(unit_bytes, mmap.PAGESIZE)
+        piece_bytes = max(PIECE_BYTES // whole, 1) * whole
         cpus = cpus_near(device)
         with ThreadPoolExecutor(NUM_THREADS) as threads:
-            pieces = [(begin, min(PIECE_BYTES, num_bytes - begin)) for begin in range(0, num_bytes, PIECE_BYTES)]
+            pieces = [(begin, min(piece_bytes, num_bytes - begin)) for begin in range(0, num_bytes, piece_bytes)]
             touched = [
                 [threads.submit(self._touch, at, min(SLICE_BYTES, begin + size - at), cpus)
                  for at in range(begin, begin + size, SLICE_BYTES)]
@@ -67,7 +79,7 @@ class PinnedMemory:
     def _register(self, begin: int, size: int) -> None:
         status = _cudart().cudaHostRegister(self.bytes.data_ptr() + begin, size, 0)
         if int(status) != 0:
-            ready = sum(PIECE_BYTES for _ in self._pieces) / GIB
+            ready = begin / GIB
             self.close()
             raise ConfigError(
                 f"--host-kv: CUDA refused to register host memory after {ready:.0f} of {len(self._map) / GIB:.0f} GiB "
@@ -75,10 +87,11 @@ class PinnedMemory:
             )
         self._pieces.append(begin)
 
-    def close(self) -> None:
-        """Unregister. Nothing on the device may use the memory any more."""
-        while self._pieces:
-            _cudart().cudaHostUnregister(self.bytes.data_ptr() + self._pieces.pop())
+
+def _unregister(memory: torch.Tensor, pieces: list[int]) -> None:
+    """Piece by piece. Nothing on the device may use the memory any more."""
+    while pieces:
+        _cudart().cudaHostUnregister(memory.data_ptr() + pieces.pop())
 
 
 def _cudart() -> Any:

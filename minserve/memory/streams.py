@@ -10,10 +10,10 @@ import torch
 
 
 class CudaStream:
-    """high_priority: its kernels are given free multiprocessors before those of others."""
+    """Of a device, of ordinary priority."""
 
-    def __init__(self, device: torch.device, *, high_priority: bool = False) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def entered(self) -> AbstractContextManager[Any]:
         """As `Stream`."""

@@ -191,8 +191,9 @@ class WorkingSets:
         lanes, blocks, hosts = to_device(stored, torch.int64, self.sparse.device).T.contiguous()
         self._set_hosts(lanes, blocks, hosts)
         pages = self.page_table[lanes, self.num_slots + blocks % RING].to(torch.int64)
-        for layer in range(self.kv.shape[0]):
-            build_digests(self.kv[layer], self.digests[layer], pages, hosts)
+        layer = torch.arange(self.kv.shape[0], device=pages.device)[:, None]
+        pages, hosts = (layer * table.shape[1] + at for table, at in ((self.kv, pages), (self.digests, hosts)))
+        build_digests(self.kv.flatten(0, 1), self.digests.flatten(0, 1), pages.flatten(), hosts.flatten())
 
     def _set_hosts(self, lanes: torch.Tensor, blocks: torch.Tensor, hosts: torch.Tensor) -> None:
         self.host_table[lanes, blocks] = hosts.to(torch.int32)

@@ -60,4 +60,7 @@ class DecodeAttention:
         q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)
         if self._sparse is not None:
             self._sparse.keep(layer, q)
-        return decode_attention(q, kv, self._batch).flatten(1)
+        attended = decode_attention(q, kv, self._batch).flatten(1)
+        if self._sparse is not None:
+            self._sparse.leave(layer)
+        return attended

@@ -92,7 +92,7 @@ class DecodeGraphs:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._counts = torch.zeros(largest, dtype=torch.int64, device=device)
         self._loaded: list[int] = []
-        self._graphs: dict[tuple[str, int, int, int], Replay] = {}
+        self._graphs: dict[tuple[str | int, ...], Replay] = {}
 
     @torch.inference_mode()
     def capture(self, kinds: Sequence[StepKind], progress: Callable[[int, int], None]) -> None:
@@ -123,22 +123,22 @@ class DecodeGraphs:
     def _parts(self, size: int, kind: StepKind) -> list[Replay]:
         """The graphs of such a step."""
         drafts, proposals, adjusted, keeps = kind
-        parts = [self._part(("forward", size, drafts, int(keeps)), self._forward)]
+        parts = [self._part(("forward", size, drafts, keeps), self._forward)]
         if keeps:
             parts.append(self._background(size))
-        parts.append(self._part(("sample", size, drafts, int(adjusted) + 2 * keeps), self._sample))
+        parts.append(self._part(("sample", size, drafts, adjusted, keeps), self._sample))
         if self._decode.has_drafter:
             parts.append(self._part(("propose", size, drafts, proposals), self._propose))
         return parts
 
-    def _part(self, key: tuple[str, int, int, int], function: Callable[[int, int, int], None]) -> Replay:
+    def _part(self, key: tuple[str | int, ...], function: Callable[..., None]) -> Replay:
         if key not in self._graphs:
             self._spare_all()
             self._graphs[key] = self._record(partial(function, *key[1:]))
         return self._graphs[key]
 
     def _background(self, size: int) -> Replay:
-        key, lookahead = ("background", size, 0, 0), self._lookahead
+        key, lookahead = ("background", size), self._lookahead
         assert lookahead is not None, "a plan keeps queries where no lane is ever sparse"
         if key not in self._graphs:
             self._spare_all()
@@ -154,17 +154,15 @@ class DecodeGraphs:
         if self._lookahead is not None:
             self._lookahead.forget()
 
-    def _forward(self, size: int, num_drafts: int, keeps: int) -> None:
+    def _forward(self, size: int, num_drafts: int, keeps: bool) -> None:
         rows = size * (1 + num_drafts)
-        logits = self._decode.forward(self._lane_ids[:size], num_drafts, self._aux[:rows], keeps_queries=bool(keeps))
+        logits = self._decode.forward(self._lane_ids[:size], num_drafts, self._aux[:rows], keeps_queries=keeps)
         self._logits[:rows].copy_(logits)
 
-    def _sample(self, size: int, num_drafts: int, how: int) -> None:
+    def _sample(self, size: int, num_drafts: int, adjusted: bool, keeps: bool) -> None:
         rows = size * (1 + num_drafts)
-        lanes, (keeps, adjusted) = self._lane_ids[:size], divmod(how, 2)
-        tokens, counts = self._decode.sample(
-            self._logits[:rows], lanes, adjusted=bool(adjusted), keeps_queries=bool(keeps)
-        )
+        lanes = self._lane_ids[:size]
+        tokens, counts = self._decode.sample(self._logits[:rows], lanes, adjusted=adjusted, keeps_queries=keeps)
         self._tokens[:rows].copy_(tokens.flatten())
         self._counts[:size].copy_(counts)
 

@@ -84,7 +84,8 @@ class Runner:
         token_ids = to_device([id for chunk in chunks for id in chunk.token_ids], torch.int64, device)
         num_read, num_sampling = len(token_ids), len(plan.samples) - len(plan.decodes)
         lane_ids = to_device([sample.lane for sample in plan.samples], torch.int64, device)
-        own, decoding = lane_ids[:num_sampling], lane_ids[num_sampling:]
+        # A tensor of its own begins at 16 bytes: kernels are compiled for that.
+        own, decoding = lane_ids[:num_sampling], lane_ids[num_sampling:].clone()
         attend_decodes = None
         if plan.decodes:
             rows = self._steps.rows(decoding, plan.num_drafts, keeps_queries=plan.keeps_queries)

@@ -13,7 +13,7 @@ from typing import Any
 
 from minserve.errors import RequestError
 from minserve.text.chat import ChatTemplate
-from minserve.text.processes import ProcessEndedError, Processes
+from minserve.text.processes import NUM_PROCESSES, ProcessEndedError, Processes
 
 logger = logging.getLogger("minserve")
 
@@ -27,8 +27,9 @@ class Renderer:
     def __init__(self, template: ChatTemplate, *, max_cpu_s: float = MAX_CPU_S) -> None:
         self.template = template
         self._max_cpu_s = max_cpu_s
+        # All at once: to start one takes longer than a hundred chats, and would fall into the first burst.
         setup = {"templates": template.sources, "special_tokens": template.special_tokens, "max_cpu_s": max_cpu_s}
-        self._processes = Processes("minserve.text.render_process", json.dumps(setup).encode(), ahead=1)
+        self._processes = Processes("minserve.text.render_process", json.dumps(setup).encode(), ahead=NUM_PROCESSES)
 
     async def render(self, chat: Mapping[str, Any]) -> str:
         """The prompt of a chat, given as the arguments of ChatTemplate.render. Raises RequestError as that does, and

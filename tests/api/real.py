@@ -26,10 +26,13 @@ def engine_process_of(pid: int) -> int:
 
 
 class RealServer:
-    """`python -m minserve` from its start until it is ready. Its lines are kept for when a test fails."""
+    """`python -m minserve` from its start until it is ready. Its lines are kept for when a test fails.
 
-    def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "minserve", "--port", "0", *SMALL, *flags]
+    module: what is run instead, and its own first arguments.
+    """
+
+    def __init__(self, *flags: str, module: tuple[str, ...] = ("minserve",)) -> None:
+        command = [sys.executable, "-m", *module, "--port", "0", *SMALL, *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()

@@ -7,11 +7,13 @@ import socket
 import threading
 
 import pytest
+import uvloop
 
 from minserve.api import body as body_module
 from minserve.api.connections import OTHER_FILES, room_for_connections
+from minserve.api.server import NUM_LISTENERS
 from minserve.text.renderer import Renderer
-from tests.api.conftest import chat_body
+from tests.api.conftest import chat_body, servers
 from tests.api.test_http import raw
 
 CHAT = "/v1/chat/completions"
@@ -20,7 +22,11 @@ JSON = "Content-Type: application/json"
 
 async def metric(running, name):
     async with running.http.get("/metrics") as response:
-        return [float(line.split()[-1]) for line in (await response.text()).splitlines() if line.startswith(name)]
+        return values_of(name, await response.text())
+
+
+def values_of(name, text):
+    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)]
 
 
 @pytest.fixture
@@ -77,7 +83,10 @@ class TestRoom:
         assert set(statuses) == {200, 503}
         assert len(rendered) == statuses.count(200)
 
-    async def test_of_a_burst_every_request_is_refused_before_rendering_or_ends(self, start, rendered):
+    async def test_of_a_burst_every_request_is_refused_before_it_is_parsed_or_ends(self, start, rendered, monkeypatch):
+        parsed = []
+        decode = body_module.decode_object
+        monkeypatch.setattr(body_module, "decode_object", lambda body: parsed.append(body) or decode(body))
         running = await start(max_num_waiting=56)
         running.engine.hold_at = 2
         burst = [asyncio.create_task(running.post(CHAT, chat_body())) for _ in range(400)]
@@ -85,10 +94,25 @@ class TestRoom:
         _, pending = await asyncio.wait(burst, timeout=0)
         while len(pending) > 64:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        assert len(rendered) == 64
+        assert len(rendered) == len(parsed) == 64
         running.engine.release()
         statuses = [status for status, _ in await asyncio.gather(*burst)]
         assert (statuses.count(200), statuses.count(503)) == (64, 336)
+
+    async def test_who_has_not_sent_the_whole_body_keeps_no_place_from_others(self, start):
+        running = await start(max_num_waiting=0, engine_options={"max_num_seqs": 1})
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        body = json.dumps(chat_body()).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{JSON}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body[:-1])
+        running.engine.hold_at = 2
+        held = asyncio.create_task(running.chat())
+        await running.engine.until(lambda engine: len(engine.running) == 1)
+        writer.write(body[-1:])
+        assert b" 503 " in (await reader.read()).splitlines()[0]
+        writer.close()
+        running.engine.release()
+        await held
 
 
 async def ask(running, head):
@@ -117,6 +141,22 @@ class TestConnections:
                 answer = await raw(running, head + "\nConnection: close")
         assert b" 200 " in answer
         second[1].close()
+
+    def test_those_who_come_together_are_taken_in_together(self, model_folder, renderers):
+        """By the loop that the command runs, which takes in one a turn for each socket that listens."""
+
+        async def come_together(num_clients):
+            async with servers(model_folder, renderers) as start:
+                running = await start()
+                clients = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(num_clients)]
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                [num_open] = values_of("minserve:connections", running.service.metrics.render().decode())
+                for client in clients:
+                    client.close()
+                return num_open
+
+        assert uvloop.run(come_together(NUM_LISTENERS)) == NUM_LISTENERS
 
     @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "])
     async def test_one_without_a_whole_head_is_closed(self, start, begun):

@@ -90,6 +90,13 @@ async def test_the_next_has_the_rates_of_the_time_between(quick):
     }  # fmt: skip
 
 
+async def test_sparse_requests_are_told_of_at_once_if_there_ever_was_one(quick):
+    """A page that opens a second stream, for one request, would lose sight of them for a second otherwise."""
+    quick.engine.counters.num_demotions = 1
+    async with looking(quick) as look:
+        assert (await look())["figures"]["num_sparse"] == 0
+
+
 async def test_requests_are_those_that_run_or_wait(quick):
     quick.engine.cached_tokens = 7
     async with looking(quick) as look:

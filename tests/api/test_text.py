@@ -56,3 +56,12 @@ async def test_special_tokens_are_shown_only_if_asked(running):
     running.engine.reply = "a<|im_start|>b"
     assert (await running.complete())["choices"][0]["text"] == "ab"
     assert (await running.complete(skip_special_tokens=False))["choices"][0]["text"] == "a<|im_start|>b"
+
+
+async def test_a_users_text_that_spells_a_control_token_is_that_token_as_in_transformers(running):
+    """vllm-project/vllm#31735, sgl-project/sglang#30962, huggingface/transformers#29279: so it is everywhere."""
+    await running.chat(messages=[{"role": "user", "content": "a<|im_end|>"}])
+    prompt = running.engine.submits[0].prompt_token_ids
+    end = running.service.tokenizer.token_id("<|im_end|>")
+    assert prompt.count(end) == 2  # the user's, and the template's
+    assert prompt[prompt.index(end) + 1] == end

@@ -49,6 +49,18 @@ async def test_a_stop_gives_every_request_its_last_delta(config):
         await anext(client.generate(request("c")))
 
 
+async def test_an_engine_that_has_done_nothing_yet_says_how_much_room_it_has(config):
+    client = await EngineClient.start(config)
+    try:
+        at_once = client.stats
+        async with asyncio.timeout(60):
+            while client.stats is at_once:  # until the first heartbeat
+                await asyncio.sleep(0.01)
+        assert at_once.num_pages == client.stats.num_pages == client.info.num_pages > 0
+    finally:
+        await client.stop()
+
+
 async def test_what_waits_to_be_taken_comes_as_one_delta(config):
     client = await EngineClient.start(config)
     try:

@@ -72,6 +72,7 @@ def test_preempted_requests_come_back_from_a_host_tier_of_few_blocks(
         run_ahead=1,
         kv_cache_memory=(48 + prefill_reserve // 16) * PAGE_BYTES,
         host_kv=60 * PAGE_BYTES,
+        sparse="never",
         prefill_reserve=prefill_reserve,
     )
     assert_all_same(llm.generate(prompts, max_tokens=64), transformers_outputs)
@@ -80,7 +81,7 @@ def test_preempted_requests_come_back_from_a_host_tier_of_few_blocks(
 
 
 def test_prefixes_are_loaded_from_the_host(smollm2, prompts, transformers_outputs):
-    llm = engine(smollm2, run_ahead=1, kv_cache_memory=48 * PAGE_BYTES, host_kv=600 * PAGE_BYTES)
+    llm = engine(smollm2, run_ahead=1, kv_cache_memory=48 * PAGE_BYTES, host_kv=600 * PAGE_BYTES, sparse="never")
     llm.generate(prompts, max_tokens=1)
     warm = llm.generate(prompts, max_tokens=64)
     assert sum(completion.cached_host_tokens for completion in warm) > 100

@@ -169,6 +169,17 @@ def test_prompt_logprobs_say_what_each_prompt_token_was_given_by_those_before_it
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
 
 
+def test_prompt_logprobs_are_the_same_each_time_though_the_prompt_is_cached(engine):
+    """vllm-project/vllm#42019"""
+    prompt = [random.Random(5).randrange(VOCAB) for _ in range(50)]
+    first, *others = (
+        finish(engine, submit("a", prompt, prompt_logprobs=0, temperature=0.0))["a"][0].prompt_logprobs
+        for _ in range(3)
+    )
+    for again in others:
+        assert [entry.logprob for entry in again[1:]] == pytest.approx([e.logprob for e in first[1:]], abs=1e-4)
+
+
 def test_prompt_logprobs_are_the_same_in_chunks(engine, tmp_path):
     prompt = [random.Random(4).randrange(VOCAB) for _ in range(50)]
     small = tiny_engine(tmp_path, max_num_batched_tokens=7, max_num_seqs=4)

@@ -60,7 +60,7 @@ def engine_like(other, folder, **options):
         {"run_ahead": 0, "enforce_eager": True},
         {"run_ahead": 0},
         {"run_ahead": 1},
-        {"run_ahead": 1, "kv_cache_memory": 40 * PAGE, "max_model_len": 256, "host_kv": 60 * PAGE},
+        {"run_ahead": 1, "kv_cache_memory": 40 * PAGE, "max_model_len": 256, "host_kv": 60 * PAGE, "sparse": "never"},
         {"run_ahead": 1, "max_num_seqs": 5, "max_num_batched_tokens": 16},
     ],
     ids=["eager", "graphs", "run-ahead", "few pages and a host tier", "small chunks"],

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from minserve.errors import ConfigError
+from minserve.kernels.fetch_blocks import fetch_blocks
 from minserve.kernels.fp8 import FP8
 from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
+from minserve.kernels.select_blocks import FetchPlan, SlotMaps
 from minserve.memory import pinned
 from minserve.memory.copies import Copy, StreamCopies
 from minserve.memory.host_pool import HostPool
@@ -40,8 +42,9 @@ def host(request, pages, monkeypatch):
 
 
 def wait(copies, count):
+    ended = copies.poll()
     torch.cuda.synchronize()
-    assert len(copies.poll()) == count
+    assert len(ended + copies.poll()) == count
 
 
 def test_blocks_go_there_and_back_while_the_device_is_busy(pages, host):
@@ -49,7 +52,6 @@ def test_blocks_go_there_and_back_while_the_device_is_busy(pages, host):
     before = pages.kv.clone()
     copies.submit([Copy(n, "store", n, 63 - n) for n in range(40)])
     torch.cuda._sleep(200_000_000)
-    assert copies.poll() == []
     wait(copies, 40)
     expected = before[:, :40].transpose(0, 1).contiguous()
     stored = host.kv[24:].flip(0)
@@ -61,8 +63,8 @@ def test_blocks_go_there_and_back_while_the_device_is_busy(pages, host):
         before[:, :40] = back.transpose(0, 1)
     assert torch.equal(stored, expected.cpu())
     pages.kv.zero_()
+    torch.cuda.synchronize()
     copies.submit([Copy(100 + n, "load", n, 63 - n) for n in range(40)])
-    copies.poll()
     wait(copies, 40)
     assert torch.equal(pages.kv[:, :40], before[:, :40])
     assert not pages.kv[:, 40:].any()
@@ -71,7 +73,6 @@ def test_blocks_go_there_and_back_while_the_device_is_busy(pages, host):
 def test_copies_do_not_wait_for_launched_steps(pages, host):
     copies = StreamCopies(host.move_all, CudaStream(CUDA))
     copies.submit([Copy(0, "store", 0, 0)])
-    copies.poll()
     wait(copies, 1)
     busy = torch.cuda.Event()
     torch.cuda._sleep(10**9)
@@ -83,9 +84,39 @@ def test_copies_do_not_wait_for_launched_steps(pages, host):
     assert not busy.query(), "the copy waited for the step"
 
 
-def test_a_kernel_reads_the_memory_by_its_address(host):
-    host.kv.view(torch.uint8).fill_(3)
-    assert host.kv.is_pinned()
+def test_blocks_that_pieces_of_a_fixed_size_would_cut_are_copied_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(pinned, "PIECE_BYTES", 2**16)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 3}))
+    pages = KVPages(ModelConfig.from_folder(tmp_path, None), 64, torch.bfloat16, CUDA)
+    pages.kv.normal_()
+    host = HostPool(64, pages, torch.bfloat16)
+    assert (2**16) % host.kv[0].nbytes
+    copies = StreamCopies(host.move_all, CudaStream(CUDA))
+    copies.submit([Copy(n, "store", n, n) for n in range(64)])
+    wait(copies, 64)
+    assert torch.equal(host.kv.transpose(0, 1), pages.kv.cpu())
+    host.close()
+
+
+def test_a_kernel_reads_the_memory_by_its_address(pages, host):
+    host.kv.normal_()
+    places = torch.full((1, 1), 63, dtype=torch.int32, device=CUDA)
+    num_layers, _, kv_heads, *_ = pages.kv.shape
+    blocks = torch.zeros(1, kv_heads, 1, dtype=torch.int32, device=CUDA)
+    counters = torch.zeros(1, kv_heads, 5, dtype=torch.int32, device=CUDA)
+    tables = (torch.full((1, kv_heads, 1), fill, dtype=torch.int32, device=CUDA) for fill in (-1, 0, -1))
+    fetch_blocks(
+        FetchPlan(blocks, torch.zeros_like(blocks), counters),
+        SlotMaps(*tables),
+        torch.zeros(1, dtype=torch.int64, device=CUDA),
+        torch.ones(1, dtype=torch.int32, device=CUDA),
+        host.kv,
+        num_layers - 1,
+        places,
+        pages.kv[num_layers - 1],
+        torch.full((1, 4), 5, dtype=torch.int32, device=CUDA),
+    )
+    assert torch.equal(pages.kv[-1, 5].cpu(), host.kv[63, -1])
 
 
 def test_memory_that_cannot_be_registered_is_refused_with_figures(pages, monkeypatch):

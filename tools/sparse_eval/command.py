@@ -82,13 +82,14 @@ QUICK = Sizes(
 class Evaluation:
     """Every question is a method, which returns its rows and their title."""
 
-    def __init__(self, bench: Bench, texts: Texts, sizes: Sizes, quick: bool) -> None:
+    def __init__(self, bench: Bench, texts: Texts, sizes: Sizes, drafts: tuple[int, int], quick: bool) -> None:
+        """drafts: (n, m) of all questions but those that try several."""
         self._bench, self._sizes, self._quick, self._texts = bench, sizes, quick, texts
         # A text is longer than what is decoded by what a step may be too long.
         length = sizes.context + sizes.steps + MOST_DRAFTS
         self._documents = [texts.document(number, length) for number in range(sizes.documents)]
         self._prompts = [texts.asked(number, sizes.context) for number in range(sizes.documents)]
-        drafted = {"lookahead": "draft", "num_drafts": 1} if bench.has_head else {}
+        drafted = {"lookahead": "draft", "num_drafts": drafts[0], "num_verified": drafts[1]} if bench.has_head else {}
         self._base = Policy(name="base", num_slots=sizes.slots, fetch="adaptive", cap=sizes.cap, **drafted)
         self._looking_ahead: list[Row] | None = None
 
@@ -169,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about["host_dtype"] = str(host_dtype or bench.lab.kv.dtype).removeprefix("torch.")
     for facts in (about, sizes._asdict()):
         print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    report, evaluation = Report(args.out, about), Evaluation(bench, texts, sizes, args.quick)
+    report, evaluation = Report(args.out, about), Evaluation(bench, texts, sizes, tuple(args.drafts), args.quick)
     for question in args.questions or QUESTIONS:
         began = time.monotonic()
         title, rows = getattr(evaluation, question)()
@@ -206,8 +207,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--documents", type=int, metavar="N", help=f"default {usual.documents}")
     add("--slots", type=int, metavar="K", help=f"default {usual.slots}, and of loss several")
     add("--cap", type=int, metavar="C", help=f"what adaptive lanes fetch on average (default {usual.cap})")
+    add("--drafts", type=int, nargs=2, default=(1, 0), metavar=("N", "M"), help="proposed, and verified (default 1 0)")
     add("--trials", type=int, metavar="N", help=f"needles and passages at each depth (default {usual.trials})")
     args = parser.parse_args(argv)
+    if not 0 <= args.drafts[1] <= args.drafts[0] <= MOST_DRAFTS or args.drafts[0] == 0:
+        parser.error(f"--drafts: 1 to {MOST_DRAFTS} are proposed, and no more verified than that")
     if unknown := set(args.questions) - set(QUESTIONS):
         parser.error(f"there is no question {', '.join(sorted(unknown))}; there are {', '.join(QUESTIONS)}")
     return args

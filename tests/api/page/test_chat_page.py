@@ -175,7 +175,8 @@ class TestErrors:
     async def test_a_full_server_says_when_to_try_again(self, looked):
         running, visit = await looked(max_num_waiting=0, engine_options={"max_num_seqs": 1})
         visit.may_fail = True
-        with running.service.admission.admit(ANYBODY):
+        with running.service.admission.enter(ANYBODY) as place:
+            place.take()
             await visit.send("hi")
             await expect(visit.answer.get_by_role("alert")).to_contain_text("Try again in 2 s")
         await visit.answer.get_by_role("button", name="Try again").click()

@@ -7,6 +7,7 @@ import pytest
 from playwright.async_api import expect
 
 from minserve.api import stats
+from minserve.api.stats import RequestFigures
 from tests.api.page import scene
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -32,6 +33,19 @@ async def heat_map(looked, figures):
         figures.put(event)
 
     return visit, show
+
+
+async def begun(running, visit):
+    """The id of an answer of this page that has begun and does not end."""
+    running.engine.hold_at = 2
+    await visit.send("hi")
+    await expect(visit.answer.locator(".prose")).not_to_be_empty()
+    return running.engine.submits[-1].request_id
+
+
+def with_request(event, request_id):
+    """The event with one request more, which is the last."""
+    return msgspec.structs.replace(event, requests=[*event.requests, RequestFigures(request_id, 20, 0, 2)])
 
 
 def pixels(visit):
@@ -127,12 +141,12 @@ async def test_a_cell_of_the_heat_map_is_read_by_keyboard(looked, figures):
     await visit.page.locator("#map").focus()
     cell = visit.page.locator("#cell")
     await visit.page.keyboard.press("ArrowRight")
-    await expect(cell).to_have_text("Layer 0, KV head 0, block 0, tokens 0 to 15: on the GPU")
+    await expect(cell).to_have_text("Layer 0, KV head 0, block 0, tokens 0 to 15: in pages")
     for key in ("ArrowRight", "ArrowDown", "PageDown"):
         await visit.page.keyboard.press(key)
     await expect(cell).to_contain_text("Layer 1, KV head 1, block 1, tokens 16 to 31")
     await visit.page.keyboard.press("End")
-    await expect(cell).to_contain_text("block 1023, tokens 16,368 to 16,383: on the GPU")
+    await expect(cell).to_contain_text("block 1023, tokens 16,368 to 16,383: in pages")
     await visit.page.keyboard.press("Tab")
     await expect(cell).to_have_text("")
 
@@ -140,18 +154,37 @@ async def test_a_cell_of_the_heat_map_is_read_by_keyboard(looked, figures):
 async def test_a_chosen_request_that_is_dense_is_said_to_be(looked, figures):
     visit, _ = await heat_map(looked, figures)
     figures.put(*scene.history(sparse=True)[-1:])
-    await expect(visit.page.get_by_text("this request is dense: every block of it is on the GPU")).to_be_visible()
+    await expect(visit.page.get_by_text("this request is dense: every block of it is in pages")).to_be_visible()
     await expect(visit.page.locator("#map")).not_to_be_visible()
 
 
-async def test_a_chat_of_this_page_is_chosen_by_itself_where_requests_are_sparse(looked, figures):
+@pytest.mark.parametrize("known", ["before it begins", "only later"])
+async def test_a_chat_of_this_page_is_chosen_by_itself_where_requests_are_sparse(looked, figures, known):
     running, visit = await looked()
-    figures.put(*scene.history(sparse=True)[-1:])
-    await expect(visit.page.get_by_role("radio")).to_have_count(3)
-    await visit.send("hi")
-    await running.engine.until(lambda engine: len(engine.submits) == 1)
-    async with visit.page.expect_request(f"**/stats/stream?request={running.engine.submits[0].request_id}"):
-        pass
+    events = {"before it begins": scene.history(sparse=True)[-1], "only later": scene.history()[-1]}
+    figures.put(events[known])
+    await expect(visit.page.locator("#requests tbody tr")).to_have_count(3)
+    own = await begun(running, visit)
+    if known == "only later":
+        figures.put(with_request(scene.history()[-1], own))
+        await expect(visit.page.get_by_role("cell", name="this chat")).to_be_visible()
+        assert not any("request=" in path for path in visit.paths)
+    figures.put(with_request(scene.history(sparse=True)[-1], own))
+    await expect(visit.page.get_by_role("radio", name="this chat")).to_be_checked()
+    assert f"/stats/stream?request={own}" in visit.paths
+
+
+async def test_a_request_that_was_chosen_by_hand_stays_chosen_while_it_runs(looked, figures):
+    running, visit = await looked()
+    figures.put(last := scene.history(sparse=True)[-1])
+    first = visit.page.get_by_role("radio").first
+    await first.check()
+    own = await begun(running, visit)
+    figures.put(with_request(last, own))
+    await expect(visit.page.get_by_role("radio")).to_have_count(4)
+    await expect(first).to_be_checked()
+    figures.put(msgspec.structs.replace(with_request(last, own), requests=with_request(last, own).requests[-1:]))
+    await expect(visit.page.get_by_role("radio", name="this chat")).to_be_checked()
 
 
 async def test_the_stream_is_open_only_while_somebody_looks(looked):

@@ -40,9 +40,9 @@ async def test_the_heat_map_shows_the_working_set_of_a_chat_while_it_is_answered
     people = " ".join(f"Person {number} likes the number {number}." for number in range(40))
     await visit.send(f"Tell a long story of these people. {people}")
     said = visit.page.locator("#map-figures")
-    await visit.page.get_by_role("radio").first.check()
+    await expect(visit.page.get_by_role("radio", name="this chat")).to_be_checked()  # by itself
     await expect(visit.page.locator("#map")).to_be_visible()
-    await expect(said).to_contain_text("of its blocks on the GPU")
+    await expect(said).to_contain_text("of its blocks in pages")
     drawing = "canvas => canvas.toDataURL()"
     told, drawn = await said.inner_text(), await visit.page.locator("#map").evaluate(drawing)
     await expect(said).not_to_have_text(told)

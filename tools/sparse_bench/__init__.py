@@ -1,0 +1,1 @@
+"""Speed of many sparse requests, in parts; the command is tools/bench_sparse.py."""
