@@ -18,7 +18,7 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 22200
+BUDGET_CODE_LINES = 22300
 """Lines of code outside tests/. A commit may raise it, and says why.
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
@@ -34,7 +34,7 @@ and which of them go together, usage, metrics; the stream of figures that people
 shapes of its items and events; a script that tries the clients that people have (250).
 20200: the kernels of working sets for a GPU (1000); what says how good the choices of sparse requests are, question by
 question (810). 20500: what a burst waits for, and a client that tells it from its own lateness (90); what it costs that
-somebody looks at the page (130); a crowd of long requests and one long text, timed (60). 22200: working sets on a GPU
+somebody looks at the page (130); a crowd of long requests and one long text, timed (60). 22300: working sets on a GPU
 (500): host memory that it addresses, copies beside steps, the order of a step's two halves; and the benchmark of that
 beside vLLM (1000).
 """
