@@ -5,6 +5,8 @@ Does not know: HTTP, but for the name of a request's place; what requests ask fo
 """
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +20,8 @@ from minserve.errors import OverloadedError, RateLimitError, RequestError
 
 DRAIN_RETRY_AFTER_S = 30
 FULL_RETRY_AFTER_S = 2
+REFUSING_S = 0.1
+"""After a refusal the server counts as refusing for so long."""
 
 
 class Admission:
@@ -33,6 +37,7 @@ class Admission:
         self._most_per_key = config.max_requests_per_key
         self._num_choices = 0
         self._num_of_tenant: Counter[str] = Counter()
+        self._refused_at = -math.inf
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -49,6 +54,10 @@ class Admission:
         """Returns when the server is stopping, and after the timeout."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._draining.wait(), timeout_s)
+
+    def is_refusing(self) -> bool:
+        """Whether somebody has been refused a moment ago because there was no room."""
+        return time.monotonic() < self._refused_at + REFUSING_S
 
     @property
     def open(self) -> bool:
@@ -99,6 +108,7 @@ class Admission:
                 code="rate_limit_exceeded",
             )
         if self._num_choices + num_choices > self._most:
+            self._refused_at = time.monotonic()
             raise OverloadedError(
                 f"the server is full: {self._most} requests may run or wait",
                 retry_after_s=FULL_RETRY_AFTER_S,

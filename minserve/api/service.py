@@ -75,7 +75,7 @@ class Service:
         self.metrics = Metrics(self.model_name, lambda: engine.stats)
         self.admission = Admission(engine, config)
         max_bytes = max(MIN_MAX_REQUEST_BYTES, REQUEST_BYTES_PER_TOKEN * engine.info.max_model_len)
-        self.turns = Turns()
+        self.turns = Turns(self.admission.is_refusing)
         self.bodies = BodyReader(config.max_request_bytes or max_bytes, self.turns, self.off_loop, body_s)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
 

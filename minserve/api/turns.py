@@ -5,17 +5,23 @@ Does not know: what they do there.
 
 Hundreds may be let in within a moment, and each has a body to parse and a prompt to tokenize. Done as they come, that
 would be all that the loop does for a while. So in each turn of the loop one of them goes on, and between two of them
-the loop does whatever else there is to do: above all, it tells others soon that there is no room.
+the loop does whatever else there is to do: above all, it tells others soon that there is no room. While it has to,
+there is a pause after each piece.
 """
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+
+PAUSE_S = 0.003
+"""After a piece, while others are being refused: more than it takes, so that most of the time is theirs."""
 
 
 class Turns:
-    """Those who wait for their turn, first come, first served."""
+    """Those who wait for their turn, first come, first served. refusing: whether others are being refused now."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusing: Callable[[], bool] = lambda: False) -> None:
+        self._refusing = refusing
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._taken = False
 
@@ -30,7 +36,11 @@ class Turns:
 
     def _end_with_the_turn(self) -> None:
         self._taken = True
-        asyncio.get_running_loop().call_soon(self._give)
+        loop = asyncio.get_running_loop()
+        if self._refusing():
+            loop.call_later(PAUSE_S, self._give)
+        else:
+            loop.call_soon(self._give)
 
     def _give(self) -> None:
         """A new turn of the loop: the next one's."""

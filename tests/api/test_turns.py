@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from minserve.api import turns as turns_module
 from minserve.api.turns import Turns
 
 
@@ -41,6 +42,22 @@ async def test_who_has_left_costs_no_turn(work):
     second.cancel()
     await asyncio.gather(first, third)
     assert done == ["a", "c"]
+
+
+async def test_while_others_are_refused_there_is_a_pause_after_each_piece(monkeypatch):
+    monkeypatch.setattr(turns_module, "PAUSE_S", 3600.0)
+    refusing = [True]
+    turns = Turns(lambda: refusing[0])
+    await turns.next()
+    waiting = asyncio.create_task(turns.next())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+    refusing[0] = False
+    others = Turns(lambda: refusing[0])
+    await others.next()
+    await others.next()
 
 
 async def test_who_is_alone_does_not_wait():
