@@ -23,7 +23,7 @@ from minserve.memory.host_pool import store_block
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import zeros
 from minserve.memory.transfer import to_device
-from minserve.memory.working_sets import WorkingSets
+from minserve.memory.working_sets import Memory, WorkingSets
 from minserve.protocol import SamplingParams
 from minserve.runner.decode import Decode
 from minserve.runner.runner import Runner
@@ -85,13 +85,6 @@ class WatchedBackground(Background):
         return ranked, plans
 
 
-class _Memory(NamedTuple):
-    """Pages or host blocks, as `WorkingSets` looks at them."""
-
-    kv: torch.Tensor
-    scales: torch.Tensor | None = None
-
-
 class SparseLab:
     """engine: nobody is in it. Takes its lane 0, its first pages, and its first host blocks if it has working sets;
     where it has none, or others are wanted, `use` makes them, with host blocks of host_dtype: that of the pages (None),
@@ -112,7 +105,7 @@ class SparseLab:
         self._policy: SparsePolicy | None = None
         self.token_ids: list[int] = []
         self._num_stored = self._num_copied = 0
-        self._host: _Memory | None = None
+        self._host: Memory | None = None
         self._host_dtype = host_dtype or self.kv.dtype
         if (lookahead := self._old._steps.lookahead) is not None:
             self._run_with(lookahead.sets, recalls=lookahead.recalls)
@@ -124,9 +117,9 @@ class SparseLab:
             num_layers, num_pages, *rest = self.kv.shape
             shape, device = (num_pages, num_layers, *rest), self.kv.device.type
             scales = zeros(shape[:4], torch.float32, device) if self._host_dtype == FP8 else None
-            self._host = _Memory(zeros(shape, self._host_dtype, device), scales)
+            self._host = Memory(zeros(shape, self._host_dtype, device), scales)
         num_heads = self._old._context.num_heads
-        sets = WorkingSets(_Memory(self.kv), self._host, self.lanes, num_heads, num_slots)  # type: ignore[arg-type]
+        sets = WorkingSets(Memory(self.kv), self._host, self.lanes, num_heads, num_slots)  # type: ignore[arg-type]
         self._run_with(sets, recalls=recalls)
 
     def _run_with(self, sets: WorkingSets, *, recalls: bool, **options: Any) -> None:

@@ -49,11 +49,11 @@ class HasHostKV(Protocol):
         """As in `HostPool`."""
 
 
-class _Shape(NamedTuple):
-    """What has none of either, only their shape."""
+class Memory(NamedTuple):
+    """Tensors alone, in place of `KVPages` and `HostPool`."""
 
     kv: torch.Tensor
-    scales: None = None
+    scales: torch.Tensor | None = None
 
 
 class WorkingSets:
@@ -121,8 +121,8 @@ class WorkingSets:
         """Bytes of the tables of such sets, before there are any."""
         device = torch.device("meta")
         kv_shape = (config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
-        pages = _Shape(torch.empty(config.num_layers, 1, *kv_shape, dtype=dtype, device=device))
-        host = _Shape(torch.empty(num_host_blocks, config.num_layers, *kv_shape, dtype=dtype, device=device))
+        pages = Memory(torch.empty(config.num_layers, 1, *kv_shape, dtype=dtype, device=device))
+        host = Memory(torch.empty(num_host_blocks, config.num_layers, *kv_shape, dtype=dtype, device=device))
         lanes = Lanes(num_lanes, max_blocks, 1, device)
         return WorkingSets(pages, host, lanes, config.num_heads, num_slots).nbytes
 

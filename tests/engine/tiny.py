@@ -2,6 +2,8 @@
 
 import json
 
+import torch
+
 from minserve.config import EngineConfig
 from minserve.engine.build import build_engine
 from minserve.protocol import SamplingParams, Submit
@@ -50,3 +52,11 @@ def tokens(engine, prompt, **params):
     """The tokens of one request, alone."""
     deltas = finish(engine, submit("alone", prompt, **params))["alone"]
     return [token for delta in deltas for token in delta.token_ids]
+
+
+def take_weights(engine, other):
+    """Give an engine the weights of another: dummy ones are drawn on their device, differently on each."""
+    ours, theirs = (dict(own._runner._model.named_parameters()) for own in (engine, other))
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            ours[name].copy_(parameter)

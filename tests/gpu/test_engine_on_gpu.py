@@ -7,7 +7,7 @@ import torch
 
 from minserve.runner.graphs import DecodeGraphs
 from minserve.runner.runner import Part, RunningStep
-from tests.engine.tiny import CONFIG, VOCAB, finish, submit, tiny_engine
+from tests.engine.tiny import CONFIG, VOCAB, finish, submit, take_weights, tiny_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -45,12 +45,9 @@ def assert_same(ours, theirs):
 
 
 def engine_like(other, folder, **options):
-    """An engine on the GPU with the weights of another: dummy ones are drawn on their device, differently on each."""
+    """An engine on the GPU with the weights of another."""
     engine = tiny_engine(folder, MODEL, device="cuda", **options)
-    ours, theirs = (dict(e._runner._model.named_parameters()) for e in (other, engine))
-    with torch.no_grad():
-        for name, parameter in ours.items():
-            theirs[name].copy_(parameter)
+    take_weights(engine, other)
     return engine
 
 

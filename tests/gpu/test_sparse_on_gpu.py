@@ -15,7 +15,7 @@ from minserve.protocol import SamplingParams, Submit
 from minserve.runner import attention
 from minserve.runner.attention import DecodeAttention
 from tests.engine.heads import write_head
-from tests.engine.tiny import CONFIG, VOCAB, tiny_engine
+from tests.engine.tiny import CONFIG, VOCAB, take_weights, tiny_engine
 from tools.sparse_lab import SparseLab
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -46,7 +46,7 @@ def copies_at_once():
 
 
 def engine(folder, device, num_drafts=0, like=None, num_slots=NUM_SLOTS, **options):
-    """like: an engine whose weights it takes: dummy ones are drawn on their device, differently on each."""
+    """like: an engine whose weights it takes."""
     folder.mkdir()
     options = {"max_num_batched_tokens": 128, "max_num_seqs": 6, "sparse": "above"} | options
     options = {"kv_cache_memory": 2**27, "host_kv": 2**25} | options
@@ -55,10 +55,7 @@ def engine(folder, device, num_drafts=0, like=None, num_slots=NUM_SLOTS, **optio
         options |= {"draft_path": str(head), "num_draft_tokens": num_drafts}
     made = tiny_engine(folder, MODEL, device=device, working_set_blocks=num_slots, **options)
     if like is not None:
-        ours, theirs = (dict(e._runner._model.named_parameters()) for e in (like, made))
-        with torch.no_grad():
-            for name, parameter in ours.items():
-                theirs[name].copy_(parameter)
+        take_weights(made, like)
     return made
 
 

@@ -8,7 +8,6 @@ a step reads of the GPU's memory: if they were shared too, caches would answer h
 `host_table` says where digests are, and `sources` where the rest is.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from minserve.memory.host_pool import HostPool
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
 from minserve.memory.transfer import to_device
-from minserve.memory.working_sets import WorkingSets
+from minserve.memory.working_sets import Memory, WorkingSets
 from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
 from minserve.models.eagle3 import Eagle3Head
@@ -47,21 +46,13 @@ PIECE_BYTES = 64 * 2**20
 """Of random numbers that are made on the device and copied to the host pool at once."""
 
 
-@dataclass(slots=True)
-class _Memory:
-    """Pages or host blocks, as `WorkingSets` looks at them."""
-
-    kv: torch.Tensor
-    scales: None = None
-
-
 class FabricatedSets(WorkingSets):
     """sources: [lanes, max_blocks] int32, each block's host block; host_table: the place of its digests, all of them
     different. shift: [1] int64: by how many blocks each step's background turns the host_table, so that every block has
     another's digests; 0: not at all."""
 
     def __init__(self, pages: KVPages, host: torch.Tensor, lanes: Lanes, num_heads: int, num_slots: int) -> None:
-        super().__init__(pages, _Memory(host[:1]), lanes, num_heads, num_slots)
+        super().__init__(pages, Memory(host[:1]), lanes, num_heads, num_slots)
         num_layers, num_lanes, kv_heads, max_blocks = self.maps.block_slot.shape
         head_dim, device = self.kv.shape[-1], self.kv.device
         self.host = host
