@@ -119,7 +119,7 @@ class SparseLab:
             scales = zeros(shape[:4], torch.float32, device) if self._host_dtype == FP8 else None
             self._host = Memory(zeros(shape, self._host_dtype, device), scales)
         num_heads = self._old._context.num_heads
-        sets = WorkingSets(Memory(self.kv), self._host, self.lanes, num_heads, num_slots)  # type: ignore[arg-type]
+        sets = WorkingSets(Memory(self.kv), self._host, self.lanes, num_heads, num_slots)
         self._run_with(sets, recalls=recalls)
 
     def _run_with(self, sets: WorkingSets, *, recalls: bool, **options: Any) -> None:
