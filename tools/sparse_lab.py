@@ -96,6 +96,7 @@ class SparseLab:
     def __init__(
         self, engine: Engine, num_drafts: int = 0, chunk: int = 512, host_dtype: torch.dtype | None = None
     ) -> None:
+        self._engine = engine  # whose host memory goes with it
         self._old, self.lanes = engine._runner, engine._lanes
         self.kv: torch.Tensor = self._old._context.kv
         self.sampler = ForcedSampler(self.lanes, self._old._sampler._allowed)

@@ -18,7 +18,7 @@ import torch
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import Ring
-from minserve.lookahead.layers import LayerGroup
+from minserve.lookahead.layers import LAYERS_AT_ONCE, LayerGroup
 from minserve.lookahead.order import NUM_FETCHERS, Order
 from minserve.memory.working_sets import WorkingSets
 
@@ -41,18 +41,19 @@ class Entries(NamedTuple):
 
 
 class Background:
-    """Of steps of up to so many entries.
+    """Of steps of up to so many entries. groups: of layers, as from `groups_of`.
 
     given: [4, max_entries] int64, by the rows above; again: [max_entries] bool, whose step has to run again;
     counters: [max_entries, 5] int64, the fields of `Fetched`; recalled: [max_entries, 3] int64, what the foreground has
     fetched by itself, where it recalls.
     """
 
-    def __init__(self, sets: WorkingSets, order: Order, max_entries: int, *, recalls: bool, grouped: bool) -> None:
+    def __init__(
+        self, sets: WorkingSets, order: Order, max_entries: int, *, groups: Sequence[range], recalls: bool
+    ) -> None:
         self._sets, self._order, self._recalls = sets, order, recalls
         device, num_layers = sets.kv.device, sets.kv.shape[0]
-        ranges = [range(num_layers)] if grouped else [range(layer, layer + 1) for layer in range(num_layers)]
-        self._groups = [LayerGroup(sets, layers, cut=order.on_host) for layers in ranges]
+        self._groups = [LayerGroup(sets, layers, cut=order.on_host) for layers in groups]
         singles = [range(layer, layer + 1) for layer in range(num_layers)] if recalls else []
         self._layers = [LayerGroup(sets, layers, cut=order.on_host) for layers in singles]
         self.given = torch.full((4, max_entries + max_entries % 2), -1, dtype=torch.int64, device=device)
@@ -62,11 +63,11 @@ class Background:
 
     @staticmethod
     def bytes_for(num_layers: int, kv_heads: int, num_slots: int, max_blocks: int, max_entries: int) -> int:
-        """Bytes that passes over single layers need beside the working sets: what is wanted, and the plans, of all
-        layers, and the scores and lists of a few. Twice: those of graphs, and of a pass that is in none."""
+        """Bytes that passes on a GPU need beside the working sets: what is wanted, and the plans, of all layers, and
+        the scores and lists of a few groups. Twice: those of graphs, and of a pass that is in none."""
         each_layer = 2 * max_blocks + 8 * num_slots
         passing = 20 * max_blocks + (1 + NUM_FETCHERS) * 24 * num_slots
-        return 2 * max_entries * kv_heads * (num_layers * each_layer + passing)
+        return 2 * max_entries * kv_heads * (num_layers * each_layer + LAYERS_AT_ONCE * passing)
 
     def run(self, num_entries: int) -> None:
         """Of the step whose foreground has been launched last, up to its logits. On the background's stream."""
@@ -111,7 +112,8 @@ class Background:
         caps = torch.zeros_like(entries.lanes) if self._recalls else sets.cap[entries.own]
         ranked, plans = [], []
         for number, group in enumerate(self._groups):
-            order.kept[group.layers[-1]].wait()
+            order.attended[number].wait()
+            group.look_up()
             scores, wanted = group.rank(entries.lanes, entries.ring.next_start)
             plan = group.select(
                 entries.lanes,
@@ -124,7 +126,6 @@ class Background:
                 caps,
             )
             with order.streams.fetching(number):
-                order.attended[group.layers[-1]].wait()
                 group.fetch(plan, entries.lanes, entries.step)
             ranked.append(wanted)
             plans.append(plan)
@@ -166,8 +167,7 @@ class Background:
                 fetched.append(group.counters(plan))
                 group.retire(again_retiring, entries.lanes, wanted[:, NORMAL], entries.step)
             group.retire(own_retiring, entries.lanes, wanted[:, LOOKAHEAD], entries.step)
-            for layer in group.layers:
-                order.fetched[layer].record()
+            order.fetched[number].record()
         if not runs_again:
             return torch.zeros(len(self._sets.by_layer), len(lanes), dtype=torch.int64, device=lanes.device)
         counters = torch.cat(fetched)

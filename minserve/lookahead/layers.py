@@ -3,8 +3,8 @@ layer has its own maps.
 
 Owns: where the tables of some layers are, and the numbers of their lanes. Does not know: what the stages are for.
 
-On a GPU every layer is a group: the stages of one run while the next ones still compute. On a CPU, where the calls
-themselves cost, one group is all layers.
+On a GPU a group is a few layers: its stages run while the next ones still compute, and every event between the two
+costs the foreground time, more so while the link is busy. On a CPU, where the calls themselves cost, it is all layers.
 """
 
 import torch
@@ -15,6 +15,15 @@ from minserve.kernels.score_blocks import score_blocks, wanted_blocks
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
 from minserve.kernels.sparse_rows import RING
 from minserve.memory.working_sets import WorkingSets
+
+LAYERS_AT_ONCE = 4
+"""On a GPU."""
+
+
+def groups_of(device: torch.device, num_layers: int, layers_at_once: int | None = None) -> list[range]:
+    """All layers in their order, so many in each group but the last; None: what suits the device."""
+    size = layers_at_once or (num_layers if device.type == "cpu" else LAYERS_AT_ONCE)
+    return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
 
 
 class LayerGroup:
@@ -35,6 +44,9 @@ class LayerGroup:
         self._lane_offsets = number[:, None] * sets.num_lanes
         self._digest_offsets = (number * sets.digests.shape[1]).to(torch.int32)[:, None, None]
         self._page_offsets = (number * sets.kv.shape[1]).to(torch.int32)[:, None, None]
+        self._page_table = sets.page_table
+        if self.num_layers > 1:
+            self._page_table = sets.page_table.new_zeros(self.num_layers * sets.num_lanes, sets.num_slots + RING)
 
     def repeat(self, values: torch.Tensor) -> torch.Tensor:
         """[entries] of all lanes of all layers, from [entries] of the lanes."""
@@ -42,6 +54,12 @@ class LayerGroup:
 
     def _lanes(self, lanes: torch.Tensor) -> torch.Tensor:
         return lanes if self.num_layers == 1 else torch.where(lanes >= 0, lanes + self._lane_offsets, -1).flatten()
+
+    def look_up(self) -> None:
+        """Where pages are: before all else in a step."""
+        if self.num_layers > 1:
+            table = self._page_table.view(self.num_layers, -1, self._page_table.shape[1])
+            torch.add(self._sets.page_table[:, : table.shape[2]], self._page_offsets, out=table)
 
     def rank(self, lanes: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """By the queries that were kept: (scores float32, wanted bool), [entries, 2, kv_heads, blocks] each.
@@ -102,16 +120,10 @@ class LayerGroup:
         if self.num_layers > 1:
             host, layer, table = host.view(-1, 1, *host.shape[2:]), 0, sets.host_pieces[self.part].flatten(0, 1)
             scales = None if scales is None else scales.view(-1, 1, *scales.shape[2:])
-        own, page_table = self._lanes(lanes), self._page_table()
-        fetch_blocks(plan, self._maps, own, step, host, layer, table, self._kv, page_table, scales)
+        own = self._lanes(lanes)
+        fetch_blocks(plan, self._maps, own, step, host, layer, table, self._kv, self._page_table, scales)
 
     def retire(self, retiring: torch.Tensor, lanes: torch.Tensor, wanted: torch.Tensor, step: torch.Tensor) -> None:
         """As `retire_block`; retiring, lanes: [entries]."""
-        own, page_table = self._lanes(lanes), self._page_table()
-        retire_block(self.repeat(retiring), wanted, self._maps, own, step, self._kv, page_table)
-
-    def _page_table(self) -> torch.Tensor:
-        sets = self._sets
-        if self.num_layers == 1:
-            return sets.page_table
-        return (sets.page_table[:, : sets.num_slots + RING] + self._page_offsets).flatten(0, 1)
+        own = self._lanes(lanes)
+        retire_block(self.repeat(retiring), wanted, self._maps, own, step, self._kv, self._page_table)

@@ -58,8 +58,8 @@ class Streams(Protocol):
 @dataclass(frozen=True, slots=True)
 class Order:
     """begun: the foreground has written what the background begins with; taken: the background has copied that.
-    kept, attended, fetched: of each layer: its queries are there; its slots are read no more; and its pages are as the
-    next step's rows read them.
+    attended, fetched: of each group of layers that the background takes at once: its queries are there, and its slots
+    are read no more; and its pages are as the next step's rows read them.
     ranked: it is known whose step runs again; counted: what the background counts; ended: all of it.
 
     on_host: what is computed is known to the host at once.
@@ -67,7 +67,6 @@ class Order:
 
     begun: Signal
     taken: Signal
-    kept: Sequence[Signal]
     attended: Sequence[Signal]
     fetched: Sequence[Signal]
     ranked: Signal
@@ -77,16 +76,15 @@ class Order:
     on_host: bool
 
     @classmethod
-    def of(cls, device: torch.device, num_layers: int) -> "Order":
-        """That of a device, with events of its own for so many layers."""
+    def of(cls, device: torch.device, num_groups: int) -> "Order":
+        """That of a device, with events of its own for so many groups."""
         on_host = device.type == "cpu"
         new = _InOrder if on_host else _CudaSignal
         return cls(
             begun=new(),
             taken=new(),
-            kept=[new() for _ in range(num_layers)],
-            attended=[new() for _ in range(num_layers)],
-            fetched=[new() for _ in range(num_layers)],
+            attended=[new() for _ in range(num_groups)],
+            fetched=[new() for _ in range(num_groups)],
             ranked=new(),
             counted=new(),
             ended=new(),

@@ -4,9 +4,9 @@ Owns: a step's rows, the queries that are kept, and how many of a lane's tokens 
 models, or how blocks are chosen (background).
 
 A step begins with its rows (`begin`). Every layer first waits for what was fetched for it (`enter`), gives its queries
-(`keep`), and says when it has attended (`leave`). Behind the last, the background is launched (`fetch`), which ranks
-blocks by these queries and fetches what the next step will want; sampling asks it whose step has to run again
-(`most_accepted`).
+(`keep`), and says when it has attended (`leave`); some layers do so together (layers.py). Behind the last, the
+background is launched (`fetch`), which ranks blocks by these queries and fetches what the next step will want; sampling
+asks it whose step has to run again (`most_accepted`).
 """
 
 import torch
@@ -15,6 +15,7 @@ from minserve.engine.plan import StepPlan
 from minserve.kernels.keep_queries import keep_queries
 from minserve.kernels.sparse_rows import SparseRows, advance_ring, sparse_rows
 from minserve.lookahead.background import LANES, NEXT_START, RETIRING, START, Background
+from minserve.lookahead.layers import groups_of
 from minserve.lookahead.order import Order
 from minserve.memory.working_sets import WorkingSets
 
@@ -31,7 +32,10 @@ class SparseStep:
 
     def enter(self, layer: int) -> None:
         """Before the layer writes keys and values."""
-        self._lookahead.order.fetched[layer].wait()
+        lookahead = self._lookahead
+        number, layers = lookahead.group_of[layer]
+        if layer == layers[0]:
+            lookahead.order.fetched[number].wait()
 
     def keep(self, layer: int, q: torch.Tensor) -> None:
         """Before the layer attends. q: [rows, heads, head_dim]."""
@@ -39,18 +43,20 @@ class SparseStep:
         keep_queries(q, self._ahead, self._lanes, lookahead.sets.queries[layer])
         if lookahead.recalls:
             lookahead.background.recall(layer, self._given[LANES], self._given[START])
-        lookahead.order.kept[layer].record()
 
     def leave(self, layer: int) -> None:
         """When it has attended."""
-        self._lookahead.order.attended[layer].record()
+        lookahead = self._lookahead
+        number, layers = lookahead.group_of[layer]
+        if layer == layers[-1]:
+            lookahead.order.attended[number].record()
 
 
 class Lookahead:
     """Makes the sparse part of steps.
 
     max_entries: of a step, padding and all. recalls: every layer has what it wants fetched before it attends.
-    grouped: the background ranks and fetches for all layers in one call (see layers.py); None: on a CPU.
+    layers_at_once: that the background ranks and fetches for in one call; None: as layers.py has it.
     background: its class, for whoever wants to watch it.
     """
 
@@ -61,14 +67,15 @@ class Lookahead:
         recalls: bool,
         max_entries: int | None = None,
         order: Order | None = None,
-        grouped: bool | None = None,
+        layers_at_once: int | None = None,
         background: type[Background] = Background,
     ) -> None:
         self.sets, self.recalls = sets, recalls
-        self.order = order or Order.of(sets.kv.device, sets.kv.shape[0])
-        grouped = self.order.on_host if grouped is None else grouped
+        groups = groups_of(sets.kv.device, sets.kv.shape[0], layers_at_once)
+        self.group_of = [(number, layers) for number, layers in enumerate(groups) for _ in layers]
+        self.order = order or Order.of(sets.kv.device, len(groups))
         room = max_entries or sets.num_lanes
-        self.background = background(sets, self.order, room, recalls=recalls, grouped=grouped)
+        self.background = background(sets, self.order, room, groups=groups, recalls=recalls)
 
     def prepare(self, plan: StepPlan) -> None:
         """Write what the plan changes. Before its step."""

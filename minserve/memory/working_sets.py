@@ -62,8 +62,8 @@ class WorkingSets:
     sparse: [lanes] bool                                 others are resident, and all that follows means nothing
     ring_start: [lanes] int64                            see kernels/sparse_rows.py
     host_table: [lanes, max_blocks] int32                the host block of each block, and the place of its digest
-    host_pieces: [layers, lanes, max_blocks] int32       the same in each layer: host block * layers + layer. On a CPU,
-                                                         where all layers are fetched in one call; else of no lanes
+    host_pieces: [layers, lanes, max_blocks] int32       the same in each layer: host block * layers + layer, for who
+                                                         fetches for several layers in one call
     maps: slot_block, slot_used [layers, lanes, kv_heads, K], block_slot [layers, lanes, kv_heads, max_blocks] int32
     digests: [layers, host blocks, kv_heads, 2 (min, max), head_dim]
     queries: [layers, lanes, 2 (lookahead, normal), heads, head_dim], of the last step that kept them
@@ -91,7 +91,7 @@ class WorkingSets:
 
         self.sparse, self.ring_start = table(torch.bool, num_lanes), table(torch.int64, num_lanes)
         self.host_table = table(torch.int32, num_lanes, max_blocks, fill=-1)
-        self.host_pieces = table(torch.int32, num_layers, num_lanes if device.type == "cpu" else 0, max_blocks, fill=-1)
+        self.host_pieces = table(torch.int32, num_layers, num_lanes, max_blocks, fill=-1)
         slots = (num_layers, num_lanes, kv_heads, num_slots)
         self.maps = SlotMaps(
             slot_block=table(torch.int32, *slots, fill=-1),
@@ -169,8 +169,7 @@ class WorkingSets:
         maps.slot_block.fill_(-1)
         maps.block_slot.fill_(-1)
         self.host_table[lane].fill_(-1)
-        if self.host_pieces.shape[1]:
-            self.host_pieces[:, lane].fill_(-1)
+        self.host_pieces[:, lane].fill_(-1)
         if start:
             pages = to_device(demotion.pages[:start], torch.int64, device)
             places = to_device(demotion.host_blocks, torch.int64, device)
@@ -197,7 +196,6 @@ class WorkingSets:
 
     def _set_hosts(self, lanes: torch.Tensor, blocks: torch.Tensor, hosts: torch.Tensor) -> None:
         self.host_table[lanes, blocks] = hosts.to(torch.int32)
-        if self.host_pieces.shape[1]:
-            num_layers = self.kv.shape[0]
-            layer = torch.arange(num_layers, device=hosts.device)[:, None]
-            self.host_pieces[:, lanes, blocks] = (hosts * num_layers + layer).to(torch.int32)
+        num_layers = self.kv.shape[0]
+        layer = torch.arange(num_layers, device=hosts.device)[:, None]
+        self.host_pieces[:, lanes, blocks] = (hosts * num_layers + layer).to(torch.int32)

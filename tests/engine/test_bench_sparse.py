@@ -57,7 +57,7 @@ def test_drafts_are_right_as_often_as_asked(monkeypatch, tmp_path):
 
 
 def test_what_is_fetched_is_what_the_sources_say_layer_by_layer_as_on_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(rig, "Lookahead", partial(Lookahead, grouped=False))
+    monkeypatch.setattr(rig, "Lookahead", partial(Lookahead, layers_at_once=1))
     torch.manual_seed(1)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["tiny"].config))
     base = rig.Base(tmp_path, torch.device("cpu"), has_head=False, host_bytes=2**20)

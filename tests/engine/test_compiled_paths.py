@@ -34,6 +34,7 @@ from minserve.kernels.select_blocks import select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.sparse_rows import advance_ring_triton, sparse_rows_triton
 from minserve.kernels.step_inputs import step_inputs_triton
+from minserve.lookahead.order import Order
 from minserve.lookahead.pipeline import Lookahead
 from minserve.runner.decode import StepKind
 from minserve.runner.graphs import DecodeGraphs
@@ -133,9 +134,9 @@ def compiled_engine(folder, num_drafts, max_lanes=5, **options):
     engine = tiny_engine(folder, MODEL, max_num_seqs=max_lanes, max_num_batched_tokens=24, **options)
     runner = engine._runner
     if (lookahead := runner._steps.lookahead) is not None:
-        order = replace(lookahead.order, on_host=False)
+        order = replace(Order.of(lookahead.sets.kv.device, len(lookahead.sets.kv)), on_host=False)
         runner._steps.lookahead = Lookahead(
-            lookahead.sets, recalls=False, max_entries=max_lanes, order=order, grouped=False
+            lookahead.sets, recalls=False, max_entries=max_lanes, order=order, layers_at_once=2
         )
     graphs = DecodeGraphs(
         runner._decode,

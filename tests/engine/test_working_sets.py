@@ -128,28 +128,28 @@ def test_pages_hold_what_the_maps_say_after_every_step(tmp_path, num_slots, cap,
         assert any(step.misses > step.cut for step in fetched), "nothing was ever fetched"
 
 
-def as_on_a_gpu(own):
-    """Its background layer by layer and in tensors of fixed width, without a look at what they hold."""
+def as_on_a_gpu(own, at_once):
+    """Its background by so many layers at once, and in tensors of fixed width, without a look at what they hold."""
     order = replace(Order.of(own.kv.device, len(own.kv)), on_host=False)
-    own._run_with(own.sets, recalls=own.lookahead.recalls, order=order, grouped=False, max_entries=4)
+    own._run_with(own.sets, recalls=own.lookahead.recalls, order=order, layers_at_once=at_once, max_entries=4)
     return own
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "fields", "miss_policy", "host"),
+    ("num_drafts", "fields", "miss_policy", "host", "at_once"),
     [
-        (0, {"cap": 2}, "approximate", "auto"),
-        (1, {"looks_ahead": True, "retry_above": 0.1, "cap": 1}, "retry", "auto"),
-        (3, {"looks_ahead": True, "num_verified": 2, "retry_above": 0.3}, "retry", "fp8"),
-        (0, {}, "recall", "auto"),
+        (0, {"cap": 2}, "approximate", "auto", 1),
+        (1, {"looks_ahead": True, "retry_above": 0.1, "cap": 1}, "retry", "auto", 2),
+        (3, {"looks_ahead": True, "num_verified": 2, "retry_above": 0.3}, "retry", "fp8", 2),
+        (0, {}, "recall", "auto", 2),
     ],
 )
-def test_a_background_layer_by_layer_does_the_same_as_one_of_all_layers(
-    tmp_path, num_drafts, fields, miss_policy, host
+def test_a_background_of_few_layers_at_once_does_the_same_as_one_of_all(
+    tmp_path, num_drafts, fields, miss_policy, host, at_once
 ):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     labs = [lab(tmp_path / name, 6, num_drafts, miss_policy=miss_policy, host_kv_dtype=host) for name in "ab"]
-    as_on_a_gpu(labs[1])
+    as_on_a_gpu(labs[1], at_once)
     for own in labs:
         own.read(PROMPT, NEW)
         own.decode(), own.decode()

@@ -26,7 +26,7 @@ MODEL = {
     "head_dim": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,  # two groups of the background's
     "max_position_embeddings": 4096,
 }
 NUM_SLOTS = 6
@@ -126,7 +126,7 @@ def traffic():
     rng = random.Random(8)
     shared = [rng.randrange(VOCAB) for _ in range(96)]
     for number in range(14):
-        size = rng.choice([20, 90, 150, 260, 420])
+        size = rng.choice([20, 150, 260, 420, 420])
         prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(size))][-size:] if number % 3 else shared[: size // 2]
         params = SamplingParams(max_tokens=rng.randint(5, 70), temperature=0.8, seed=number, ignore_eos=True)
         yield (

@@ -42,8 +42,6 @@ from .luck import LuckySampler, dummy_head
 from .sizes import Sizes
 
 DRAFT_WINDOW = 2048
-PIECE_BYTES = 64 * 2**20
-"""Of random numbers that are made on the device and copied to the host pool at once."""
 
 
 class FabricatedSets(WorkingSets):
@@ -65,9 +63,8 @@ class FabricatedSets(WorkingSets):
         self.places = torch.arange(num_lanes * max_blocks, dtype=torch.int32, device=device).view(num_lanes, -1)
         self.sources = torch.randint(len(host), self.places.shape, dtype=torch.int32, device=device)
         self.shift = torch.zeros(1, dtype=torch.int64, device=device)
-        if self.host_pieces.shape[1]:
-            layer = torch.arange(num_layers, device=device)[:, None, None]
-            self.host_pieces.copy_(self.sources * num_layers + layer)
+        layer = torch.arange(num_layers, device=device)[:, None, None]
+        self.host_pieces.copy_(self.sources * num_layers + layer)
 
     def turn(self) -> None:
         """See shift."""
@@ -81,7 +78,7 @@ class FabricatedSets(WorkingSets):
 
 
 class _Group(LayerGroup):
-    """On a CPU, where a group is several layers, host_pieces stand for the sources."""
+    """Where it is several layers, host_pieces stand for the sources."""
 
     _sets: FabricatedSets
 
@@ -89,7 +86,7 @@ class _Group(LayerGroup):
         if self.num_layers > 1:
             return super().fetch(plan, lanes, step)
         sets, layer = self._sets, self.layers.start
-        return fetch_blocks(plan, self._maps, lanes, step, sets.host, layer, sets.sources, self._kv, self._page_table())
+        return fetch_blocks(plan, self._maps, lanes, step, sets.host, layer, sets.sources, self._kv, self._page_table)
 
 
 class _Background(Background):
@@ -122,12 +119,10 @@ class Base:
         self._fill_host()
 
     def _fill_host(self) -> None:
-        flat = self.host.kv.view(-1)
-        size = min(len(flat), PIECE_BYTES // self.dtype.itemsize)
-        content = torch.empty(size, dtype=self.dtype, device=self.device)
-        for begin in range(0, len(flat), size):
-            piece = flat[begin : begin + size]
-            piece.copy_(content.normal_()[: len(piece)], non_blocking=True)
+        """Block by block: CUDA copies nothing that lies in two pieces of registered memory."""
+        content = torch.empty(self.host.kv.shape[1:], dtype=self.dtype, device=self.device)
+        for block in self.host.kv:
+            block.copy_(content.normal_(), non_blocking=True)
         _synchronize(self.device)
 
     def move_to(self, pages: KVPages | None) -> None:
