@@ -202,7 +202,30 @@ def fetch_blocks_triton(
         TILE,
         num_warps=4,
     )
-    size, programs = kv[0, 0].numel(), PROGRAMS if scales is None else PROGRAMS_FP8
-    _copy_kernel[(min(programs, num_fetches),)](
+    _copy_listed(copies, num_copies, host, scales, kv, kv[0, 0].numel())
+
+
+def copy_pieces(
+    copies: torch.Tensor, count: int, host: torch.Tensor, scales: torch.Tensor | None, kv: torch.Tensor
+) -> None:
+    """On a GPU: kv[target] = host[source], by the kernel that fetches.
+
+    copies: [count, 2 (source, target)] int64; host: [pieces, 2, 16, head_dim], in pinned memory, a piece being one
+    head's; scales: [pieces, 2] float32, or None; kv: [any, 2, 16, head_dim]
+    """
+    _copy_listed(copies, copies.new_full((1,), count, dtype=torch.int32), host, scales, kv, kv[0].numel())
+
+
+def _copy_listed(
+    copies: torch.Tensor,
+    num_copies: torch.Tensor,
+    host: torch.Tensor,
+    scales: torch.Tensor | None,
+    kv: torch.Tensor,
+    size: int,
+) -> None:
+    """num_copies: [1] int32; size: of a piece."""
+    programs = min(PROGRAMS if scales is None else PROGRAMS_FP8, len(copies))
+    _copy_kernel[(programs,)](
         copies, num_copies, host, scales, kv, size, triton.next_power_of_2(size), scales is not None, num_warps=1
     )

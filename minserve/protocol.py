@@ -247,6 +247,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     vocab_size is the width of the logits; token ids of prompts and options must be below it. draft: what was found of a
     draft head; empty: there is none. num_working_set_blocks: what a sparse request holds; 0: none can be sparse here.
+    link_bytes_s: at which host blocks are fetched; 0: they are fetched over no link.
     """
 
     architecture: str
@@ -261,6 +262,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_num_seqs: int
     draft: str = ""
     num_working_set_blocks: int = 0
+    link_bytes_s: float = 0.0
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

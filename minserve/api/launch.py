@@ -105,7 +105,8 @@ def describe(config: ServerConfig, info: Ready) -> list[str]:
         f"weights {info.weights_bytes / 2**30:.2f} GiB",
         f"context {info.max_model_len} tokens; KV cache {info.num_pages} pages of {BLOCK_SIZE} tokens "
         f"({info.num_pages * BLOCK_SIZE} tokens, {info.kv_cache_bytes / 2**30:.2f} GiB)"
-        + (f"; host KV {info.num_host_blocks * BLOCK_SIZE} tokens" if info.num_host_blocks else ""),
+        + (f"; host KV {info.num_host_blocks * BLOCK_SIZE} tokens" if info.num_host_blocks else "")
+        + (f", over a link of {info.link_bytes_s / 1e9:.1f} GB/s" if info.link_bytes_s else ""),
         *([info.draft] if info.draft else []),
         *([_sparse_line(info.num_working_set_blocks)] if info.num_working_set_blocks else []),
         f"up to {info.max_num_seqs} requests at once, {config.max_num_waiting} waiting; {keys}",

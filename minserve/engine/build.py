@@ -111,6 +111,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
     lanes = Lanes(machine.max_num_seqs, max_blocks, model_config.vocab_size, device)
     sets = WorkingSets(pages, host, lanes, model_config.num_heads, config.working_set_blocks) if has_sets else None
     grammars = Grammars(partial(_vocabulary, config, model_config.vocab_size))
+    sparse = _sparse_rules(config, host, has_head=head is not None) if has_sets else None
     scheduler = Scheduler(
         BlockManager(
             num_pages,
@@ -128,7 +129,7 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         chunk_step=KEY_STEP if machine.shapes is not None else 1,
         drafts=machine.drafts,
         grammars=grammars,
-        sparse=_sparse_rules(config, host, has_head=head is not None) if has_sets else None,
+        sparse=sparse,
     )
     runner = _runner(config, machine, model, pages, lanes, sets, new_drafter(lanes), progress)
     info = Ready(
@@ -143,7 +144,8 @@ def _build(config: EngineConfig, progress: Progress) -> Engine:
         weights_bytes=weights_bytes,
         max_num_seqs=machine.max_num_seqs,
         draft="" if head is None else head.describe(),
-        num_working_set_blocks=config.working_set_blocks if has_sets else 0,
+        num_working_set_blocks=sparse.num_slots if sparse is not None else 0,
+        link_bytes_s=sparse.link_bytes_s or 0.0 if sparse is not None else 0.0,
     )
     run_ahead = config.run_ahead if config.run_ahead is not None else int(device.type == "cuda")
     return Engine(scheduler, lanes, runner, grammars, run_ahead=run_ahead, info=info, sets=sets, release=host.close)
@@ -204,6 +206,7 @@ def _sparse_rules(config: EngineConfig, host: HostPool, *, has_head: bool) -> Sp
         num_layers=host.kv.shape[1],
         num_kv_heads=host.kv.shape[2],
         head_block_bytes=host.kv[0, 0, 0].nbytes,
+        link_bytes_s=host.measure_link(),
     )
 
 

@@ -43,7 +43,7 @@ class SparseRules:
     mode, above: as EngineConfig's sparse and sparse_above. num_slots: K. looks_ahead, num_verified, cap: as in
     `SparsePolicy`; of fetch "adaptive", cap is what a head gets on average. has_head: drafts are proposed.
     num_layers, num_kv_heads: of the model; head_block_bytes: of the keys and values of a block for one head of a layer,
-    as they are in host memory.
+    as they are in host memory. link_bytes_s: what is fetched from there in a second at most; None: nobody waits for it.
     """
 
     mode: Literal["never", "pressure", "above"]
@@ -58,6 +58,7 @@ class SparseRules:
     num_layers: int
     num_kv_heads: int
     head_block_bytes: int
+    link_bytes_s: float | None = None
 
     @classmethod
     def of(
@@ -75,6 +76,7 @@ class SparseRules:
         num_layers: int,
         num_kv_heads: int,
         head_block_bytes: int,
+        link_bytes_s: float | None,
     ) -> "SparseRules":
         """From the values of a configuration, as these are called there."""
         return cls(
@@ -90,6 +92,7 @@ class SparseRules:
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_block_bytes=head_block_bytes,
+            link_bytes_s=link_bytes_s,
         )
 
     @property

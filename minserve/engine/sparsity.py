@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minserve.config import BLOCK_SIZE
-from minserve.engine.allowance import Allowance, refills
+from minserve.engine.allowance import Allowance, LinkBudget, refills
 from minserve.engine.plan import Demotion, Fetched
 from minserve.engine.request import Request
 from minserve.engine.reserve import PrefillReserve
@@ -59,6 +59,7 @@ class Sparsity:
         self._reserve = reserve
         self._stats = stats
         self._states: dict[Request, _State] = {}
+        self._budget = LinkBudget(rules.link_bytes_s / rules.head_block_bytes if rules and rules.link_bytes_s else None)
         self._is_starved = False
 
     # ---- requests come and go ----
@@ -265,12 +266,17 @@ class Sparsity:
         for request, block, _ in stored:
             if self._rules is not None and block >= self._states[request].num_full:
                 self._stats.bytes_stored += self._rules.block_bytes
-        shares = refills([self._states[request].allowance for request in sparse])
+        most = self._budget.most(self._rules.num_layers) if self._rules is not None else None
+        shares = refills([self._states[request].allowance for request in sparse], most)
         return {
             "keeps_queries": True,
             "stored": [(request.lane, block, host) for request, block, host in stored],
             "refills": [(request.lane, *share) for request, share in zip(sparse, shares, strict=True)],
         }
+
+    def note_step(self, seconds: float) -> None:
+        """What a step took in which somebody was sparse."""
+        self._budget.note(seconds)
 
     def note(self, request: Request, fetched: Fetched, ran_again: bool) -> None:
         """What a step did for a request that was sparse in it."""

@@ -159,7 +159,8 @@ class Device:
         fetched = [Fetched(*self.sparse[lane].fetched) if lane in self.sparse else NOTHING for lane in plan.decodes]
         result = [own for _, own in tokens], [None] * len(tokens), prompt_logprobs
         self._perhaps_run_background()
-        return StepResult(plan.step, *result, fetched=fetched if plan.keeps_queries else ())
+        seconds = self.luck.choice([None, 0.001, 1.0])
+        return StepResult(plan.step, *result, fetched=fetched if plan.keeps_queries else (), seconds=seconds)
 
     def run_background(self):
         """What the last step does in the background, if it has not been done yet."""

@@ -21,6 +21,7 @@ def sparse_rules(num_slots, **options):
         "num_layers": 1,
         "num_kv_heads": HEADS,
         "head_block_bytes": 1,
+        "link_bytes_s": None,
     }
     return SparseRules.of(**values | options)
 
@@ -36,6 +37,7 @@ def sparse_machine(rng):
         num_verified=rng.choice([0, 1, 3, 8]),
         miss_policy=rng.choice(["approximate", "retry", "retry", "recall"]),
         has_head=num_drafts > 0,
+        link_bytes_s=rng.choice([None, 1.0, 100.0]),
     )
     return {
         "num_pages": num_pages,

@@ -2,7 +2,9 @@
 
 import random
 
-from minserve.engine.allowance import BURST_STEPS, SETTLED_SHARE, Allowance, refills
+import pytest
+
+from minserve.engine.allowance import BURST_STEPS, LINK_SHARE, SETTLED_SHARE, Allowance, LinkBudget, refills
 
 
 def test_a_fixed_lane_gets_the_same_in_every_step_and_saves_nothing():
@@ -53,3 +55,34 @@ def test_fixed_lanes_do_not_live_off_others():
     adaptive, fixed = Allowance(base=12, fixed=False), Allowance(base=12, fixed=True)
     adaptive.note(100)
     assert refills([adaptive, fixed]) == [(12, 12 * BURST_STEPS), (12, 12)]
+
+
+def test_a_link_that_carries_less_leaves_less_for_all_but_fixed_lanes():
+    lanes = [Allowance(base=12, fixed=False) for _ in range(4)]
+    assert [blocks for blocks, _ in refills(lanes, most=24)] == [6, 6, 6, 6]
+    assert refills(lanes, most=48) == refills(lanes, most=1000) == refills(lanes)
+    lanes[2].note(50)
+    assert [blocks for blocks, _ in refills(lanes, most=24)] == [3, 3, 3 + 12, 3]
+    assert refills([*lanes, Allowance(base=12, fixed=True)], most=24)[-1] == (12, 12)
+    assert [blocks for blocks, _ in refills(lanes, most=0)] == [1, 1, 1, 1], "nobody is shut out for ever"
+
+
+def test_the_link_s_budget_is_what_it_carries_in_most_of_a_step():
+    assert LinkBudget(None).most(10) is None
+    budget = LinkBudget(blocks_s=1000.0)
+    assert budget.most(10) is None, "before any step"
+    budget.note(2.0)
+    assert budget.most(10) == int(LINK_SHARE * 1000 * 2 / 10)
+
+
+@pytest.mark.parametrize(("wanted", "computes_s"), [(5000, 0.020), (500, 0.020), (50_000, 0.004)])
+def test_steps_end_up_waiting_for_nothing_that_is_fetched(wanted, computes_s):
+    """Of lanes that take all that they may. Until then a step takes what its fetches take."""
+    budget, num_layers, taken_s = LinkBudget(blocks_s=6e6), 36, 1.0
+    for _ in range(600):
+        budget.note(taken_s)
+        blocks = min(wanted, budget.most(num_layers))
+        taken_s = max(computes_s, blocks * num_layers / budget.blocks_s)
+    assert taken_s == computes_s
+    assert blocks == min(wanted, int(LINK_SHARE * 6e6 * budget.seconds / num_layers))
+    assert budget.seconds == pytest.approx(computes_s, rel=1e-3)
