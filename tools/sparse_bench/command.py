@@ -3,6 +3,8 @@
     python tools/bench_sparse.py --budget 560                       the full list, what matters most first
     python tools/bench_sparse.py --only 96x16K --idle               one point
     python tools/bench_sparse.py --rival bf16 --rival-path site     vLLM first, in as much memory
+    python tools/bench_sparse.py --rival fp8 --no-own               vLLM alone
+    python tools/bench_sparse.py --only 96x32K --host-kv-dtype fp8  host blocks in 8 bits: half the link's bytes
     python tools/bench_sparse.py --config tiny --device cpu --context 512 --requests 2 --steps 6     seconds, anywhere
 
 No scheduler and no prefill: contexts are fabricated. Keys, values and digests are random; host blocks are shared by
@@ -10,8 +12,9 @@ many blocks of text, digests are not (sparse_bench/rig.py). Steps are launched t
 blocks are copied to the host as they become full. No step runs again (the miss policy is `approximate`): random weights
 would surprise each other for ever.
 
-Memory (--kv-memory) counts the pages, the digests of every block and all tables of lanes, and the draft head's keys and
-values; requests are counted up until that ends. A context is what lanes have at the end of the longest run.
+Memory (--kv-memory) counts the pages, the digests of every block (and, if it is in 8 bits, its scales) and all tables
+of lanes, and the draft head's keys and values; requests are counted up until that ends. A context is what lanes have at
+the end of the longest run.
 
 The drift, of what every KV head wants from step to step:
 
@@ -38,6 +41,7 @@ from pathlib import Path
 import torch
 
 from minserve.errors import ConfigError
+from minserve.kernels.fp8 import FP8
 from minserve.models.causal_lm import build_model
 from minserve.models.config import ModelConfig
 from tools.workload import SHAPES, ChildError
@@ -78,7 +82,8 @@ class Bench:
             device = torch.device(args.device)
             host_bytes = int(args.host_gib * GIB)
             has_head = most_drafts(args.drafts) > 0
-            self._base = Base(self._folder, device, has_head=has_head, host_bytes=host_bytes)
+            host_dtype = FP8 if args.host_kv_dtype == "fp8" else None
+            self._base = Base(self._folder, device, has_head=has_head, host_bytes=host_bytes, host_dtype=host_dtype)
         return self._base
 
     def weights_bytes(self) -> int:
@@ -183,8 +188,8 @@ def run_ours(bench: Bench) -> None:
     args, base = bench.args, bench.base
     about = f"{args.config}, random weights, {str(base.dtype).removeprefix('torch.')}, torch {torch.__version__}"
     name = torch.cuda.get_device_name() if base.device.type == "cuda" else "cpu"
-    host = base.host.kv.nbytes
-    print(f"{about}, {name}; K {args.slots}, C {args.cap}")
+    host, host_dtype = base.host.kv.nbytes, str(base.host_dtype).removeprefix("torch.")
+    print(f"{about}, {name}; K {args.slots}, C {args.cap}; host blocks in {host_dtype}")
     print(f"contexts are fabricated; {host / GIB:.2f} GiB of host blocks stand for those of all requests, many to one")
     memory = bench.memory_bytes()
     num_fitting = cache(lambda context: bench.sizes(context).num_fitting(memory))
@@ -226,9 +231,11 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=int, default=30, metavar="N", help="of a window")
     add("--kv-memory", metavar="BYTES", help="such as 55e9, an 80 GB card's; all: what the GPU has")
     add("--host-gib", type=float, metavar="GIB", help="of host blocks")
+    add("--host-kv-dtype", choices=("auto", "fp8"), default="auto", help="of host blocks; auto: as in pages")
     add("--budget", type=float, default=3600, metavar="SECONDS", help="no run begins that would end later")
     add("--idle", action="store_true", help="also the GPU's idle share, by the profiler")
     add("--rival", nargs="+", choices=("bf16", "fp8", "drafts"), default=[], help="run vLLM too, before ours")
+    add("--no-own", action="store_true", help="nothing but the rival")
     add("--rival-context", nargs="+", type=tokens, default=[2**14, 2**15], metavar="TOKENS")
     add("--rival-python", default=sys.executable, metavar="FILE", help="the interpreter that has vLLM")
     add("--rival-path", metavar="DIR", help="where vLLM was unpacked; becomes the rival's PYTHONPATH")
@@ -237,6 +244,8 @@ def parse_args() -> argparse.Namespace:
     for name, value in DEFAULTS.get(args.config, LARGE).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.no_own and not args.rival:
+        parser.error("--no-own needs --rival")
     if args.rival and args.kv_memory == "all":
         parser.error("--rival needs --kv-memory in bytes, which both sides get")
     return args
@@ -252,11 +261,12 @@ def main() -> int:
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
         bench = Bench(args, Path(folder))
-        starts = BASE_S + HOST_GIB_S * args.host_gib
-        print(f"about {starts:.0f} s until the first run" + ", after the rival's" * bool(args.rival), flush=True)
+        starts = f"about {BASE_S + HOST_GIB_S * args.host_gib:.0f} s until the first run"
+        print(line(None) if args.no_own else starts + ", after the rival's" * bool(args.rival), flush=True)
         failure = run_rival(bench) if args.rival else None
         try:
-            run_ours(bench)
+            if not args.no_own:
+                run_ours(bench)
         except ConfigError as error:
             sys.exit(f"bench_sparse: {error}")
         finally:

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .drive import MEASURED, NONE, WORST
 from .sizes import LINK_BYTES_S, READ_BYTES_S
+from .table import OURS, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Row = dict[str, Any]
 
 STYLES = {WORST: "-", MEASURED: "--", NONE: ":"}
 
@@ -26,6 +25,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         draw_on(axes, rows)
+        axes.set_title(" / ".join(dict.fromkeys(row["side"] for row in rows)))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
         paths.append(folder / f"{name}.png")
@@ -34,7 +34,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _is_ours(row: Row) -> bool:
-    return bool(row["side"] == "minserve")
+    return bool(row["side"].startswith(OURS))
 
 
 def _roofline(axes: "Axes", rows: Sequence[Row]) -> None:

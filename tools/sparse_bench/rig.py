@@ -21,11 +21,11 @@ from minserve.lookahead.background import Background
 from minserve.lookahead.layers import LayerGroup
 from minserve.lookahead.order import Order
 from minserve.lookahead.pipeline import Lookahead
-from minserve.memory.host_pool import HostPool
+from minserve.memory.host_pool import HostPool, store_block
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
 from minserve.memory.transfer import to_device
-from minserve.memory.working_sets import Memory, WorkingSets
+from minserve.memory.working_sets import HasHostKV, Memory, WorkingSets
 from minserve.models.causal_lm import CausalLM, build_model
 from minserve.models.config import ModelConfig
 from minserve.models.eagle3 import Eagle3Head
@@ -49,11 +49,11 @@ class FabricatedSets(WorkingSets):
     different. shift: [1] int64: by how many blocks each step's background turns the host_table, so that every block has
     another's digests; 0: not at all."""
 
-    def __init__(self, pages: KVPages, host: torch.Tensor, lanes: Lanes, num_heads: int, num_slots: int) -> None:
-        super().__init__(pages, Memory(host[:1]), lanes, num_heads, num_slots)
+    def __init__(self, pages: KVPages, host: HasHostKV, lanes: Lanes, num_heads: int, num_slots: int) -> None:
+        super().__init__(pages, Memory(host.kv[:1]), lanes, num_heads, num_slots)
         num_layers, num_lanes, kv_heads, max_blocks = self.maps.block_slot.shape
         head_dim, device = self.kv.shape[-1], self.kv.device
-        self.host = host
+        self.host, self.host_scales = host.kv, host.scales
         shape = (num_layers, num_lanes * max_blocks, kv_heads, 2, head_dim)
         self.digests = torch.empty(shape, dtype=self.kv.dtype, device=device)
         for digests in self.digests:  # those of 16 normal keys, about
@@ -61,7 +61,7 @@ class FabricatedSets(WorkingSets):
             digests[:, :, 0].sub_(1.77).clamp_(max=0.0)
             digests[:, :, 1].add_(1.77).clamp_(min=0.0)
         self.places = torch.arange(num_lanes * max_blocks, dtype=torch.int32, device=device).view(num_lanes, -1)
-        self.sources = torch.randint(len(host), self.places.shape, dtype=torch.int32, device=device)
+        self.sources = torch.randint(len(host.kv), self.places.shape, dtype=torch.int32, device=device)
         self.shift = torch.zeros(1, dtype=torch.int64, device=device)
         layer = torch.arange(num_layers, device=device)[:, None, None]
         self.host_pieces.copy_(self.sources * num_layers + layer)
@@ -85,8 +85,9 @@ class _Group(LayerGroup):
     def fetch(self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor) -> None:
         if self.num_layers > 1:
             return super().fetch(plan, lanes, step)
-        sets, layer = self._sets, self.layers.start
-        return fetch_blocks(plan, self._maps, lanes, step, sets.host, layer, sets.sources, self._kv, self._page_table)
+        sets, page_table = self._sets, self._page_table
+        host, scales, layer, table = sets.host, sets.host_scales, self.layers.start, sets.sources
+        return fetch_blocks(plan, self._maps, lanes, step, host, layer, table, self._kv, page_table, scales)
 
 
 class _Background(Background):
@@ -102,9 +103,12 @@ class _Background(Background):
 
 
 class Base:
-    """What all contexts share: the model, a head or none, and the host pool. folder: with a config.json."""
+    """What all contexts share: the model, a head or none, and the host pool. folder: with a config.json;
+    host_dtype: of host blocks; None: as in pages."""
 
-    def __init__(self, folder: Path, device: torch.device, *, has_head: bool, host_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, *, has_head: bool, host_bytes: int, host_dtype: torch.dtype | None
+    ) -> None:
         self.config = ModelConfig.from_folder(folder)
         self.device = device
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -115,15 +119,16 @@ class Base:
             self.head = dummy_head(folder, self.model, device, self.dtype)
             self.weights_bytes += sum(parameter.nbytes for parameter in self.head.parameters())
         self._page = KVPages(self.config, 1, self.dtype, device)
-        self.host = HostPool(max(1, host_bytes // self._page.kv.nbytes), self._page, self.dtype)
+        self.host_dtype = host_dtype or self.dtype
+        block_bytes = KVPages.bytes_per_page(self.config, self.host_dtype)
+        self.host = HostPool(max(1, host_bytes // block_bytes), self._page, self.host_dtype)
         self._fill_host()
 
     def _fill_host(self) -> None:
         """Block by block: CUDA copies nothing that lies in two pieces of registered memory."""
         content = torch.empty(self.host.kv.shape[1:], dtype=self.dtype, device=self.device)
-        for block in self.host.kv:
-            block.copy_(content.normal_(), non_blocking=True)
-        _synchronize(self.device)
+        for number in range(len(self.host.kv)):
+            store_block(content.normal_(), self.host.kv, self.host.scales, number)
 
     def move_to(self, pages: KVPages | None) -> None:
         """The host pool's copies are to and from these pages from now on; None: nobody's."""
@@ -133,7 +138,7 @@ class Base:
         draft_bytes = 0
         if self.head is not None:
             draft_bytes = DraftKV(self.head.config, 1, _window(context), self.dtype, "meta").kv.nbytes
-        return Sizes(self.config, self.dtype, self.weights_bytes, draft_bytes, context, num_slots)
+        return Sizes(self.config, self.dtype, self.host_dtype, self.weights_bytes, draft_bytes, context, num_slots)
 
 
 class Rig:
@@ -151,7 +156,7 @@ class Rig:
             layer.normal_()
         base.move_to(self.pages)
         self.lanes = Lanes(num_lanes, sizes.num_blocks, config.vocab_size, device)
-        self.sets = FabricatedSets(self.pages, base.host.kv, self.lanes, config.num_heads, sizes.num_slots)
+        self.sets = FabricatedSets(self.pages, base.host, self.lanes, config.num_heads, sizes.num_slots)
         self.sampler = LuckySampler(self.lanes, config.vocab_size)
         self.drafter: Drafter | NoDrafter = NoDrafter()
         if base.head is not None:

@@ -10,6 +10,7 @@ import torch
 from minserve.kernels.sparse_rows import RING
 from minserve.lookahead.background import Background
 from minserve.memory.blocks import blocks_for
+from minserve.memory.host_pool import HostPool
 from minserve.memory.lanes import Lanes
 from minserve.memory.pages import KVPages
 from minserve.memory.working_sets import WorkingSets
@@ -22,11 +23,13 @@ READ_BYTES_S, LINK_BYTES_S = 4.4e12, 55e9
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of requests of one length. weights_bytes: of the model, which every step reads; draft_bytes: of a lane's keys and
-    values in a draft head; context: tokens of a lane at most; num_slots: K."""
+    """Of requests of one length. dtype: of pages; host_dtype: of host blocks; weights_bytes: of the model, which every
+    step reads; draft_bytes: of a lane's keys and values in a draft head; context: tokens of a lane at most; num_slots:
+    K."""
 
     model: ModelConfig
     dtype: torch.dtype
+    host_dtype: torch.dtype
     weights_bytes: int
     draft_bytes: int
     context: int
@@ -43,12 +46,14 @@ class Sizes:
 
     @property
     def block_bytes(self) -> int:
+        """Of a page."""
         return KVPages.bytes_per_page(self.model, self.dtype)
 
     @property
     def piece_bytes(self) -> int:
-        """Of a block for one KV head of one layer: what a fetch moves."""
-        return self.block_bytes // (self.model.num_layers * self.model.num_kv_heads)
+        """Of a host block for one KV head of one layer: what a fetch moves over the link."""
+        host_block_bytes = KVPages.bytes_per_page(self.model, self.host_dtype)
+        return host_block_bytes // (self.model.num_layers * self.model.num_kv_heads)
 
     @property
     def digest_bytes(self) -> int:
@@ -60,7 +65,7 @@ class Sizes:
         return cap * self.model.num_layers * self.model.num_kv_heads
 
     def memory(self, num_requests: int) -> int:
-        """Bytes on the GPU for so many, each block with digests of its own: pages, and all tables."""
+        """Bytes on the GPU for so many, each block with digests and scales of its own: pages, and all tables."""
         lanes = Lanes(num_requests, self.num_blocks, self.model.vocab_size, torch.device("meta")).nbytes
         sets = WorkingSets.bytes_for(
             self.model,
@@ -74,7 +79,8 @@ class Sizes:
         passes = Background.bytes_for(
             self.model.num_layers, self.model.num_kv_heads, self.num_slots, self.num_blocks, entries
         )
-        own = self.pages_per_lane * self.block_bytes + self.draft_bytes
+        scales = self.num_blocks * HostPool.device_bytes_per_block(self.model, self.host_dtype)
+        own = self.pages_per_lane * self.block_bytes + scales + self.draft_bytes
         return num_requests * own + lanes + sets + passes
 
     def num_fitting(self, memory_bytes: int) -> int:

@@ -2,10 +2,15 @@
 
 from typing import Any
 
+from minserve.kernels.fp8 import FP8
+
 from .drive import Measured, Point
 from .sizes import Sizes
 
 Row = dict[str, Any]
+OURS = "minserve"
+"""How the side of a row begins that is not a rival's."""
+
 COLUMNS = (
     ("requests", 8, "{:d}"),
     ("context", 7, "{:d}"),
@@ -39,7 +44,8 @@ def row_of(point: Point, measured: Measured, sizes: Sizes, without_ms: float | N
     tokens_a_step = point.requests * measured.tokens_step
     link_bytes = measured.pieces_step * sizes.piece_bytes
     return {
-        "side": "minserve",
+        "side": OURS + ", fp8 host" * (sizes.host_dtype == FP8),
+        "host_dtype": str(sizes.host_dtype).removeprefix("torch."),
         "requests": point.requests,
         "context": point.context,
         "drafts": str(point.drafts),
