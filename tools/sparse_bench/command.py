@@ -191,6 +191,8 @@ def run_ours(bench: Bench) -> None:
     host, host_dtype = base.host.kv.nbytes, str(base.host_dtype).removeprefix("torch.")
     print(f"{about}, {name}; K {args.slots}, C {args.cap}; host blocks in {host_dtype}")
     print(f"contexts are fabricated; {host / GIB:.2f} GiB of host blocks stand for those of all requests, many to one")
+    if base.link_bytes_s:
+        print(f"fetches alone: {base.link_bytes_s / 1e9:.1f} GB/s")
     memory = bench.memory_bytes()
     num_fitting = cache(lambda context: bench.sizes(context).num_fitting(memory))
     wanted = list(points(args, num_fitting))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from minserve.config import BLOCK_SIZE
-from minserve.engine.allowance import Allowance, refills
+from minserve.engine.allowance import Allowance, LinkBudget, refills
 from minserve.engine.plan import Fetched, Sample, SparsePolicy, StepPlan, StepResult
 from minserve.kernels.sparse_rows import RING
 from minserve.memory.copies import Copy, CopyEngine, StreamCopies, SyncCopies
@@ -145,6 +145,8 @@ class Drive:
         cap = 0 if point.drift == NONE else point.cap
         base = cap * rig.sizes.model.num_kv_heads
         self._allowances = [Allowance(base, point.is_fixed) for _ in self._lanes]
+        link = rig.base.link_bytes_s
+        self._budget = LinkBudget(link / rig.sizes.piece_bytes if link else None)
         self._full = rig.sizes.full_caps(cap)
         # Lanes are at different places of their blocks, as they are in life, and end before their tables do.
         most = (lengths.all + MORE_STEPS) * (1 + point.drafts.verified) + BLOCK_SIZE
@@ -180,9 +182,12 @@ class Drive:
         self._running = running
         tokens, full_caps, totals = 0, 0, Fetched(0, 0, 0, 0, 0)
         launch_s, begin = self.launch_s, time.perf_counter()
+        now = begin
         for _ in range(count):
             last, self._running = self._running, self._launch()
             result = last.result()
+            before, now = now, time.perf_counter()
+            self._budget.note(now - before)
             tokens += self._take(result)
             full_caps += sum(fetched.misses - fetched.cut == self._full for fetched in result.fetched)
             totals = Fetched(*map(sum, zip(totals, *result.fetched, strict=True)))
@@ -201,7 +206,7 @@ class Drive:
     def _launch(self) -> RunningStep:
         begin = time.perf_counter()
         self._step += 1
-        shares = refills(self._allowances)
+        shares = refills(self._allowances, self._budget.most(self._rig.sizes.model.num_layers))
         plan = StepPlan(
             step=self._step,
             decodes=self._lanes,

@@ -123,6 +123,7 @@ class Base:
         block_bytes = KVPages.bytes_per_page(self.config, self.host_dtype)
         self.host = HostPool(max(1, host_bytes // block_bytes), self._page, self.host_dtype)
         self._fill_host()
+        self.link_bytes_s = self.host.measure_link()
 
     def _fill_host(self) -> None:
         """Block by block: CUDA copies nothing that lies in two pieces of registered memory."""
