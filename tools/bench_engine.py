@@ -4,10 +4,10 @@
     python tools/bench_engine.py --work 1x1024 64x1024 --repeats 3 --idle
     python tools/bench_engine.py --config tiny --device cpu         seconds, on any machine
 
-The method is in workload.py. Prefix caching is off, text is greedy, and neither side has a tokenizer. A start is the
-time from a process's creation to the first token of its first request; compilers' caches are as they are found, so a
-second run may differ from a first. vLLM runs first, and our engine is built when its process has ended. With OUT set,
-every figure is also a line in $OUT/bench_engine.json.
+The method is in workload.py. Prefix caching is off (or its cache is empty: host blocks need one), text is greedy, and
+neither side has a tokenizer. A start is the time from a process's creation to the first token of its first request;
+compilers' caches are as they are found, so a second run may differ from a first. vLLM runs first, and our engine is
+built when its process has ended. With OUT set, every figure is also a line in $OUT/bench_engine.json.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from streams import quantile
@@ -44,6 +44,7 @@ from minserve.config import EngineConfig
 from minserve.engine.build import build_engine
 from minserve.engine.core import Engine
 from minserve.errors import ConfigError
+from minserve.flag_values import sparse
 from minserve.protocol import SamplingParams, Submit
 
 TRACED_STEPS = 50
@@ -61,10 +62,20 @@ def build(args: argparse.Namespace) -> Engine:
                 model_path=folder,
                 load_format="dummy",
                 device=args.device,
-                enable_prefix_caching=False,
+                enable_prefix_caching=args.host_kv is not None,
                 **engine_options(args),
+                **sparse_options(args),
             )
         )
+
+
+def sparse_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of requests that keep a working set."""
+    if args.host_kv is None:
+        return {}
+    mode, above = args.sparse
+    options = {"host_kv": int(args.host_kv * 2**30), "sparse": mode, "sparse_above": above}
+    return options | {"working_set_blocks": args.working_set_blocks, "miss_policy": args.miss_policy}
 
 
 def submit(engine: Engine, prompts: list[list[int]], new_tokens: int) -> None:
@@ -75,7 +86,8 @@ def submit(engine: Engine, prompts: list[list[int]], new_tokens: int) -> None:
 
 
 def serve(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
-    """Seconds until the last token of all."""
+    """Seconds until the last token of all. No prompt is found in any cache."""
+    engine.clear_prefix_cache()
     begin = time.perf_counter()
     submit(engine, prompts, new_tokens)
     while engine.has_work:
@@ -151,6 +163,14 @@ def print_table(engine: Engine, args: argparse.Namespace, rival: RivalRun | None
         crowded = work.requests * -(-(work.context + work.new_tokens) // 16) > engine.info.num_pages
         note = "  (more than the pages hold: some wait or are preempted)" if crowded else ""
         print(_columns(timing) + _rival_columns(timing, rival and rival.timings.get(work)) + note, flush=True)
+        if args.host_kv is not None:
+            stats = engine.step().stats
+            wanted = max(1, stats.sparse_hits + stats.sparse_misses)
+            print(
+                f"  so far {stats.sparse_steps} steps of sparse requests, {stats.sparse_retries} again; "
+                f"{100 * stats.sparse_hits / wanted:.1f}% of what they wanted was there, "
+                f"{stats.bytes_fetched / 1e9:.1f} GB fetched, {stats.bytes_stored / 1e9:.1f} GB stored"
+            )
 
 
 def print_random_lengths(engine: Engine, args: argparse.Namespace) -> None:
@@ -197,6 +217,15 @@ def parse_args() -> argparse.Namespace:
     add("--rival-path", metavar="DIR", help="where vLLM was unpacked; becomes the rival's PYTHONPATH")
     add("--start", action=argparse.BooleanOptionalAction, default=True, help="measure our start in a fresh process")
     add("--start-only", action="store_true", help="only serve one token (what --start runs)")
+    add("--host-kv", type=float, metavar="GIB", help="of host memory for KV; needed by what follows")
+    add("--sparse", type=sparse, default=("pressure", 0), metavar="MODE", help="never, pressure (default) or above:4k")
+    add("--working-set-blocks", type=int, default=128, metavar="N", help="that a sparse request keeps (default 128)")
+    add(
+        "--miss-policy",
+        choices=("approximate", "retry", "recall"),
+        default="approximate",
+        help="of sparse ones; random weights surprise each other for ever (default approximate)",
+    )
     add("--random-lengths", type=int, metavar="N", help="also N prompts of random lengths, one at a time")
     add("--idle", action="store_true", help="also the GPU's idle share in decode steps of 1x1024")
     add("--profile", type=Path, metavar="FILE", help="also a table of the kernels in decode steps of the first work")
