@@ -82,7 +82,7 @@ def score_blocks_reference(
     below, above = grouped.clamp_max(0), grouped.clamp_min(0)
     if not BEST_HEAD:
         below, above = below.sum(dim=3, keepdim=True), above.sum(dim=3, keepdim=True)
-    weights = torch.cat((UPPER * below + (1 - UPPER) * above, UPPER * above + (1 - UPPER) * below), dim=-1)
+    weights = torch.cat((above.lerp(below, UPPER), below.lerp(above, UPPER)), dim=-1)
     # What a table holds where nothing is ranked may be no place. Head by head, as that is how products read them.
     places = torch.where(ranked, places, 0).to(torch.int64)[:, None, :]
     source = places * kv_heads + torch.arange(kv_heads, device=lanes.device)[:, None]
