@@ -15,7 +15,8 @@ from typing import Any
 
 from minserve.kernels.lang import tl, triton
 
-NUMBERS_PER_WARP = 256
+NUMBERS_PER_WARP = 1024
+"""A count within a warp is one instruction behind the comparisons; among warps it is a barrier and more, each time."""
 
 
 def row_shape(length: int) -> dict[str, int]:
@@ -35,22 +36,25 @@ def order_of_floats(x) -> Any:
 def keep_best(order, ranked, count) -> Any:
     """A mask of the `count` best, or of all that are ranked if they are fewer.
 
-    order: [width] int32, below 2^31 - 1; ranked: [width] bool; count: a scalar, 0 or more.
+    order: [width] int32, above -2^31 and below 2^31 - 1; ranked: [width] bool; count: a scalar, 0 or more.
     """
     total = tl.sum(ranked.to(tl.int32), 0)
     low = tl.min(tl.where(ranked, order, 0x7FFFFFFF), 0).to(tl.int64)
-    end = tl.max(tl.where(ranked, order, -0x7FFFFFFF), 0).to(tl.int64) + 1
+    order = tl.where(ranked, order, -0x80000000)  # and so below all that is compared with it
+    end = tl.max(order, 0).to(tl.int64) + 1
     # num_high of the ranked are at least `high`, and these are count at most; more than count are at least `low`. If
     # there is no such `low`, all are kept, and nothing is searched.
     high = tl.where(total > count, end, low)
-    num_high = tl.where(total > count, 0, total)
+    num_high = tl.where(total > count, 0, count)
     while (high - low > 1) & (num_high < count):
         middle = low + (high - low) // 2
-        num = tl.sum((ranked & (order >= middle.to(tl.int32))).to(tl.int32), 0)
+        num = tl.sum((order >= middle.to(tl.int32)).to(tl.int32), 0)
         fits = num <= count
         high = tl.where(fits, middle, high)
         num_high = tl.where(fits, num, num_high)
         low = tl.where(fits, low, middle)
-    level = ranked & (order == low.to(tl.int32))
-    first = level & (tl.cumsum(level.to(tl.int32), 0) <= count - num_high)
-    return (ranked & (order >= high.to(tl.int32))) | first
+    best = order >= high.to(tl.int32)
+    if num_high < count:
+        level = order == low.to(tl.int32)
+        best |= level & (tl.cumsum(level.to(tl.int32), 0) <= count - num_high)
+    return best

@@ -3,9 +3,12 @@
     score(block) = sum over the query heads q of a KV head's group, over d, of max(q_d kmin_d, q_d kmax_d)
 
 which is no less than the group's sum of q . k for any key k of the block (Quest, arXiv 2406.10774). For one head it is
-max(q, 0) . kmax + min(q, 0) . kmin, linear in the digest, so the group's is one product of vectors twice as long:
+linear in the digest, as is the lower bound, the sum of min(q_d kmin_d, q_d kmax_d). So all scores of a KV head are one
+product, of its digests by the weights of its queries, which are vectors twice as long as a head, with u = UPPER:
 
-    score(block) = [sum of min(q, 0), sum of max(q, 0)] . [kmin, kmax]
+    [u min(q, 0) + (1 - u) max(q, 0), u max(q, 0) + (1 - u) min(q, 0)] . [kmin, kmax]
+
+On a GPU the weights are rounded to the digests' dtype: exact for u = 1, by 2^-9 at most in bfloat16 for others.
 
 Two rows of each lane are scored at once, so that digests are read once: the lookahead row, which says what the next
 step wants, and the normal row, which says what this one would have wanted.
@@ -27,8 +30,17 @@ LOOKAHEAD, NORMAL = 0, 1
 LEAST = torch.finfo(torch.float32).min
 """The score of a block whose sum is no number, or overflows: the worst, but ranked."""
 
-TILE, NUM_WARPS = 32, 4
-"""Blocks that a program scores at once, and its warps."""
+UPPER = 1.0
+"""How much the upper bound counts; the lower bound has the rest."""
+
+BEST_HEAD = False
+"""Whether a group's score is that of the head that finds most, instead of the sum."""
+
+TILE, NUM_WARPS, NUM_STAGES = 64, 4, 3
+"""Blocks that a program scores at a time, its warps, and the tiles that are on their way or being scored."""
+
+PROGRAMS = 1024
+"""How many programs are enough to keep a GPU reading."""
 
 
 def score_blocks(
@@ -67,109 +79,128 @@ def score_blocks_reference(
     ranked = (lanes >= 0)[:, None] & (block >= 1) & (block < end[:, None]) & (places >= 0)
 
     grouped = queries.to(torch.float32).view(entries, rows, kv_heads, -1, head_dim)
-    pair = torch.cat((grouped.clamp_max(0).sum(dim=3), grouped.clamp_min(0).sum(dim=3)), dim=-1)
+    below, above = grouped.clamp_max(0), grouped.clamp_min(0)
+    if not BEST_HEAD:
+        below, above = below.sum(dim=3, keepdim=True), above.sum(dim=3, keepdim=True)
+    weights = torch.cat((above.lerp(below, UPPER), below.lerp(above, UPPER)), dim=-1)
     # What a table holds where nothing is ranked may be no place. Head by head, as that is how products read them.
     places = torch.where(ranked, places, 0).to(torch.int64)[:, None, :]
     source = places * kv_heads + torch.arange(kv_heads, device=lanes.device)[:, None]
     found = digests.view(-1, 2 * head_dim).index_select(0, source.flatten()).to(torch.float32)
-    scores = pair.transpose(1, 2) @ found.view(entries, kv_heads, num_blocks, -1).transpose(2, 3)
-    scores = scores.nan_to_num_(nan=LEAST, neginf=LEAST).masked_fill_(~ranked[:, None, None, :], -torch.inf)
+    # [entries, kv_heads, rows * (group or 1), blocks]
+    scores = weights.transpose(1, 2).flatten(2, 3) @ found.view(entries, kv_heads, num_blocks, -1).transpose(2, 3)
+    scores = scores.nan_to_num_(nan=LEAST, neginf=LEAST).view(entries, kv_heads, rows, -1, num_blocks).amax(dim=3)
+    scores.masked_fill_(~ranked[:, None, None, :], -torch.inf)
     return scores.transpose(1, 2).contiguous()
 
 
 @triton.jit
-def _load_pair(q, kv_head, column, in_head, group: tl.constexpr, head_dim: tl.constexpr, group_width: tl.constexpr):
-    """(sum of min(q, 0), sum of max(q, 0)) over a KV head's group, [width] float32 each. q: an entry's row."""
-    member = tl.arange(0, group_width)
-    offset = (kv_head * group + member)[:, None] * head_dim + column[None, :]
-    x = tl.load(q + offset, mask=(member < group)[:, None] & in_head[None, :], other=0.0).to(tl.float32)
-    return tl.sum(tl.minimum(x, 0.0), 0), tl.sum(tl.maximum(x, 0.0), 0)
+def _load_weights(
+    q, row_stride, upper: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, members: tl.constexpr,
+    width: tl.constexpr,
+):  # fmt: skip
+    """What digests are multiplied by: [width, 2 * members] float32, a column for each head of one row, then of the
+    other; members, width: group and 2 * head_dim, padded by zeros. q: the first row's first head of a group."""
+    side = tl.arange(0, width)[:, None]
+    column = tl.arange(0, 2 * members)[None, :]
+    member = column % members
+    source = q + column // members * row_stride + member * head_dim + side % head_dim
+    x = tl.load(source, mask=(member < group) & (side < 2 * head_dim), other=0.0).to(tl.float32)
+    return x * tl.where((x < 0) == (side < head_dim), upper, 1 - upper)
 
 
 @triton.jit
-def _store_scores(out, least, most, low, high, ranked, inside, worst):
-    """Scores by one row's pair of the digests (least, most), [blocks, width] each."""
-    score = tl.sum(least.to(tl.float32) * low[None, :] + most.to(tl.float32) * high[None, :], 1)
-    score = tl.where(score == score, tl.minimum(tl.maximum(score, worst), -worst), worst)
-    tl.store(out, tl.where(ranked, score, -float("inf")), mask=inside)
+def _over_group(score, group: tl.constexpr, members: tl.constexpr, worst: tl.constexpr, best_head: tl.constexpr):
+    """A group's scores of its heads' [blocks, 2, members], of which `group` are heads: [blocks, 2]."""
+    is_head = tl.arange(0, members)[None, None, :] < group
+    if best_head:
+        score = tl.where(score == score, score, worst)
+        return tl.max(tl.where(is_head, score, -float("inf")), 2)
+    else:
+        return tl.sum(tl.where(is_head, score, 0.0), 2)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
 def _score_blocks_kernel(
-    queries,
-    digests,
-    digest_table,
-    lanes,
-    end,
-    scores,
-    num_blocks,
-    table_stride,
-    worst: tl.constexpr,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    group_width: tl.constexpr,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """One program for both rows of one KV head of an entry, and one tile of blocks. Heads come first, since their
-    digests lie side by side; group_width, width: group and head_dim, rounded up to powers of two."""
+    queries, digests, digest_table, lanes, end, scores, num_blocks, table_stride,
+    worst: tl.constexpr, upper: tl.constexpr, best_head: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
+    head_dim: tl.constexpr, members: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """One program for both rows of one KV head of an entry, and its share of the blocks, a tile at a time. Heads come
+    first, since their digests lie side by side. members, width: group and 2 * head_dim, padded."""
     head = tl.program_id(0) % kv_heads
-    first = tl.program_id(0) // kv_heads * tile
+    split = tl.program_id(0) // kv_heads
+    num_splits = tl.num_programs(0) // kv_heads
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.load(lanes + entry)
     last = tl.minimum(tl.where(lane >= 0, tl.load(end + entry), 0), num_blocks)
-    block = first + tl.arange(0, tile)
-    inside = block < num_blocks
-    ahead = scores + (entry * 2 * kv_heads + head) * num_blocks + block
-    normal = ahead + kv_heads * num_blocks
-    if first < last:
-        place = tl.load(digest_table + lane * table_stride + block, mask=(block >= 1) & (block < last), other=-1)
+    last = tl.maximum(last, 0).to(tl.int32)
+    t = tl.arange(0, tile)
+    out = scores + ((entry * 2 + tl.arange(0, 2)) * kv_heads + head)[None, :] * num_blocks
+
+    # Splits share what lies behind the end, and what lies before, the latter in whole tiles.
+    share = (num_blocks - last + num_splits - 1) // num_splits
+    first = last + split * share
+    stop = tl.minimum(first + share, num_blocks)
+    for start in range(first, stop, tile):
+        block = (start + t)[:, None]
+        tl.store(out + block, tl.full([tile, 2], -float("inf"), tl.float32), mask=block < stop)
+    share = ((last + num_splits - 1) // num_splits + tile - 1) // tile * tile
+    first = split * share
+    stop = tl.minimum(first + share, last)
+    if first >= stop:
+        return
+
+    table = digest_table + lane * table_stride
+    block = first + t
+    place = tl.load(table + block, mask=(block >= 1) & (block < stop), other=-1)
+    q = queries + (entry * 2 * kv_heads + head) * (group * head_dim)
+    weights = _load_weights(q, kv_heads * group * head_dim, upper, group, head_dim, members, width)
+    weights = weights.to(digests.dtype.element_ty)
+    side = tl.arange(0, width)
+    # Places are looked up a tile ahead, as pages are in decode_attention.py.
+    for start in range(first, stop, tile):
+        block = start + t
         ranked = place >= 0
-        column = tl.arange(0, width)
-        in_head = column < head_dim
-        known = ranked[:, None] & in_head[None, :]
-        source = digests + (place.to(tl.int64) * kv_heads + head)[:, None] * (2 * head_dim) + column[None, :]
-        least = tl.load(source, mask=known, other=0.0)
-        most = tl.load(source + head_dim, mask=known, other=0.0)
-        # While these are on their way, and so before anything is stored:
-        q = queries + entry * (2 * kv_heads * group * head_dim)
-        low, high = _load_pair(q, head, column, in_head, group, head_dim, group_width)
-        q += kv_heads * group * head_dim
-        normal_low, normal_high = _load_pair(q, head, column, in_head, group, head_dim, group_width)
-        _store_scores(ahead, least, most, low, high, ranked, inside, worst)
-        _store_scores(normal, least, most, normal_low, normal_high, ranked, inside, worst)
-    else:
-        nothing = tl.full([tile], -float("inf"), tl.float32)
-        tl.store(ahead, nothing, mask=inside)
-        tl.store(normal, nothing, mask=inside)
+        source = (place.to(tl.int64) * kv_heads + head) * (2 * head_dim)
+        place = tl.load(table + tile + block, mask=tile + block < stop, other=-1)
+        known = ranked[:, None] & (side < 2 * head_dim)[None, :]
+        digest = tl.load(digests + source[:, None] + side[None, :], mask=known, other=0.0)
+        of_heads = tl.dot(digest, weights, input_precision="ieee")
+        score = _over_group(tl.reshape(of_heads, [tile, 2, members]), group, members, worst, best_head)
+        score = tl.where(score == score, tl.minimum(tl.maximum(score, worst), -worst), worst)
+        score = tl.where(ranked[:, None], score, -float("inf"))
+        tl.store(out + block[:, None], score, mask=(block < stop)[:, None])
+
+
+def choose_splits(num_pairs: int, num_blocks: int, tile: int) -> int:
+    """How many programs share the blocks of each of num_pairs (entry, KV head) pairs, by shapes alone, since a CUDA
+    graph keeps the grid."""
+    return max(1, min(-(-PROGRAMS // max(num_pairs, 1)), -(-num_blocks // tile)))
 
 
 def score_blocks_triton(
-    queries: torch.Tensor, digests: torch.Tensor, digest_table: torch.Tensor, lanes: torch.Tensor, end: torch.Tensor
+    queries: torch.Tensor,
+    digests: torch.Tensor,
+    digest_table: torch.Tensor,
+    lanes: torch.Tensor,
+    end: torch.Tensor,
+    *,
+    splits: int | None = None,
 ) -> torch.Tensor:
     entries, rows, heads, head_dim = queries.shape
     kv_heads, num_blocks = digests.shape[1], digest_table.shape[1]
     group = heads // kv_heads
+    tile = TILE if queries.itemsize == 2 else 16  # float32 is for tests: both factors are in registers
+    if splits is None:
+        splits = choose_splits(entries * kv_heads, num_blocks, tile)
     scores = queries.new_empty(entries, rows, kv_heads, num_blocks, dtype=torch.float32)
-    _score_blocks_kernel[(triton.cdiv(num_blocks, TILE) * kv_heads, entries)](
-        queries,
-        digests,
-        digest_table,
-        lanes,
-        end,
-        scores,
-        num_blocks,
-        digest_table.stride(0),
-        LEAST,
-        kv_heads,
-        group,
-        head_dim,
-        triton.next_power_of_2(group),
-        triton.next_power_of_2(head_dim),
-        TILE,
-        num_warps=NUM_WARPS,
-    )
+    members, width = max(triton.next_power_of_2(group), 8), max(triton.next_power_of_2(2 * head_dim), 16)
+    _score_blocks_kernel[(splits * kv_heads, entries)](
+        queries, digests, digest_table, lanes, end, scores, num_blocks, digest_table.stride(0),
+        LEAST, UPPER, BEST_HEAD, kv_heads, group, head_dim, members, width, tile,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
     return scores
 
 

@@ -61,7 +61,9 @@ def rank_parts(lanes: torch.Tensor, end: torch.Tensor) -> Iterator[tuple[Part, t
     queries, digests = random(LANES, 2, HEADS, HEAD_DIM), random(LANES * BLOCKS, KV_HEADS, 2, HEAD_DIM)
     table = torch.randperm(LANES * BLOCKS, device=DEVICE).int().view(LANES, BLOCKS)
     score = functools.partial(score_blocks.score_blocks, queries, digests.sort(dim=2).values, table, lanes, end)
-    tiles = tuple({"TILE": tile, "NUM_WARPS": warps} for tile, warps in ((16, 2), (32, 2), (64, 4), (64, 8)))
+    variants = ((32, 2, 4, 1024), (64, 4, 2, 1024), (64, 4, 4, 1024), (64, 4, 3, 512), (64, 4, 3, 2048))
+    names = ("TILE", "NUM_WARPS", "NUM_STAGES", "PROGRAMS")
+    tiles = tuple(dict(zip(names, variant)) for variant in variants)
     scores = score()
     num_bytes = 2.0 * digests.numel() + 4.0 * scores.numel()
     yield Part("score_blocks", score, *on_device(num_bytes), (score_blocks, tiles)), scores
@@ -69,7 +71,7 @@ def rank_parts(lanes: torch.Tensor, end: torch.Tensor) -> Iterator[tuple[Part, t
     yield Part("wanted_blocks", want, *on_device(5.0 * scores.numel()), (keep_best, WIDTHS)), want()
 
 
-WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (128, 512, 1024))
+WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (256, 512, 2048))
 
 
 def layer_parts() -> Iterator[Part]:

@@ -121,6 +121,26 @@ def test_the_first_columns_of_a_wide_table_are_enough(score, device):
     assert torch.equal(narrow, score(queries, digests, table, lanes, end)[..., :5])
 
 
+@pytest.mark.parametrize("splits", [1, 2, 5, 40])
+@pytest.mark.parametrize("num_blocks", [97, 160])
+def test_however_many_programs_share_the_blocks_the_scores_are_the_same(splits, num_blocks, device, dtype):
+    queries, digests, table, lanes, _ = random_case(5, device, dtype, num_blocks=num_blocks)
+    lanes[:3] = torch.tensor([4, 0, 3], device=device)
+    end = torch.tensor([num_blocks, 33, 80, 0], device=device)
+    found = score_blocks_triton(queries, digests, table, lanes, end, splits=splits)
+    assert torch.equal(found, score_blocks_reference(queries, digests, table, lanes, end))
+
+
+@pytest.mark.parametrize(("upper", "best_head"), [(0.75, True), (0.75, False), (1.0, True)])
+def test_a_kernel_ranks_as_the_reference_by_other_bounds_and_by_the_best_head(
+    monkeypatch, upper, best_head, device, dtype
+):
+    monkeypatch.setattr("minserve.kernels.score_blocks.UPPER", upper)
+    monkeypatch.setattr("minserve.kernels.score_blocks.BEST_HEAD", best_head)
+    case = random_case(2, device, dtype, num_blocks=40)  # integers by quarters are exact, too
+    assert torch.equal(score_blocks_triton(*case), score_blocks_reference(*case))
+
+
 @BOTH_WANT
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 7, 30])
 @pytest.mark.parametrize("values", [1, 2, 100])
