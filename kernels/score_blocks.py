@@ -36,10 +36,10 @@ UPPER = 1.0
 BEST_HEAD = False
 """Whether a group's score is that of the head that finds most, instead of the sum."""
 
-TILE, NUM_WARPS, NUM_STAGES = 64, 4, 3
-"""Blocks that a program scores at a time, its warps, and the tiles that are on their way or being scored."""
+TILE, NUM_WARPS, NUM_STAGES = 64, 4, 2
+"""Blocks that a program scores at a time, its warps, and stages: with two, more programs fit on an SM."""
 
-PROGRAMS = 1024
+PROGRAMS = 256
 """How many programs are enough to keep a GPU reading."""
 
 
