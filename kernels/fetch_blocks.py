@@ -7,8 +7,8 @@ in retire_block.py.
 
 On a GPU the host blocks lie in pinned memory, which kernels read by its address over the link (unified virtual
 addressing): for blocks of 8 KB that is nearly as fast as one large copy, where a copy call for each block reaches a
-fiftieth. A first kernel looks up what there is to fetch, writes the maps, and lists the copies. A second has few
-programs, as many as fill the link, and these walk over the list; so a plan that fetches little takes little. The list's
+fiftieth. A first kernel looks up what there is to fetch, writes the maps, and lists the copies. A second has very few
+programs, which fill the link, and these walk over the list; so a plan that fetches little takes little. The list's
 order is anybody's guess, and no copy depends on another.
 
 Host blocks may be in 8 bits (fp8_blocks.py). Then half as much crosses the link, and what has come is multiplied by
@@ -28,11 +28,11 @@ from minserve.kernels.slots import SlotMaps, check_slots, lanes_and_heads, take_
 
 __all__ = ["fetch_blocks", "retire_block"]
 
-PROGRAMS = 32
-"""Of one warp each, which copy a block at once: enough to fill the link (51 GB/s of 55 on an H200)."""
+PROGRAMS, PROGRAMS_FP8 = 4, 8
+"""Enough to fill the link. Each has an SM, as good as: a matrix product has all registers of the SMs that it is on."""
 
-PROGRAMS_FP8 = 64
-"""Of blocks of half the bytes: as many bytes under way, which is what fills a link. Not measured yet."""
+AT_ONCE, COPY_WARPS = 8, 8
+"""Blocks that a program has under way, and its warps."""
 
 TILE = 128
 """Fetches that a program looks up at once."""
@@ -153,18 +153,25 @@ def _list_copies_kernel(
 
 @triton.jit
 def _copy_kernel(
-    copies, num_copies, host, scales, kv, size: tl.constexpr, width: tl.constexpr, has_scales: tl.constexpr
-):
-    """size: of one head's K and V of a block; width: rounded up to a power of two."""
-    offset = tl.arange(0, width)
-    for number in range(tl.program_id(0), tl.load(num_copies), tl.num_programs(0)):
-        source = tl.load(copies + 2 * number)
-        target = tl.load(copies + 2 * number + 1)
-        content = tl.load(host + source * size + offset, mask=offset < size)
+    copies, num_copies, host, scales, kv,
+    size: tl.constexpr, width: tl.constexpr, at_once: tl.constexpr, has_scales: tl.constexpr,
+):  # fmt: skip
+    """size: of one head's K and V of a block; width: rounded up to a power of two; at_once: how many are read before
+    any is written."""
+    offset = tl.arange(0, width)[None, :]
+    count = tl.load(num_copies)
+    for first in range(tl.program_id(0) * at_once, count, tl.num_programs(0) * at_once):
+        number = first + tl.arange(0, at_once)
+        known = number < count
+        source = tl.load(copies + 2 * number, mask=known, other=0)
+        target = tl.load(copies + 2 * number + 1, mask=known, other=0)
+        inside = known[:, None] & (offset < size)
+        content = tl.load(host + source[:, None] * size + offset, mask=inside)
         if has_scales:
-            scale = tl.where(offset < size // 2, tl.load(scales + 2 * source), tl.load(scales + 2 * source + 1))
+            of_k, of_v = tl.load(scales + 2 * source), tl.load(scales + 2 * source + 1)
+            scale = tl.where(offset < size // 2, of_k[:, None], of_v[:, None])
             content = (content.to(tl.float32) * scale).to(kv.dtype.element_ty)
-        tl.store(kv + target * size + offset, content, mask=offset < size)
+        tl.store(kv + target[:, None] * size + offset, content, mask=inside)
 
 
 def fetch_blocks_triton(
@@ -227,5 +234,6 @@ def _copy_listed(
     """num_copies: [1] int32; size: of a piece."""
     programs = min(PROGRAMS if scales is None else PROGRAMS_FP8, len(copies))
     _copy_kernel[(programs,)](
-        copies, num_copies, host, scales, kv, size, triton.next_power_of_2(size), scales is not None, num_warps=1
-    )
+        copies, num_copies, host, scales, kv, size, triton.next_power_of_2(size), AT_ONCE, scales is not None,
+        num_warps=COPY_WARPS,
+    )  # fmt: skip

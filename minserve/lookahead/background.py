@@ -18,7 +18,7 @@ import torch
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import Ring
-from minserve.lookahead.layers import LAYERS_AT_ONCE, LayerGroup
+from minserve.lookahead.layers import LAYERS_AT_ONCE, LayerGroup, Stack
 from minserve.lookahead.order import NUM_FETCHERS, Order
 from minserve.memory.working_sets import WorkingSets
 
@@ -31,13 +31,20 @@ COUNTERS = 5
 
 class Entries(NamedTuple):
     """lanes: [entries] int64, -1 for padding and for who is not sparse; own, at: the same, with lane 0 in place of -1,
-    and with the row behind all lanes; ring; step: [1] int32, the clock of slot_used."""
+    and with the row behind all lanes; ring; step: [1] int32, the clock of slot_used.
+    stacks: by the number of layers of a group, of the same lanes.
+    """
 
     lanes: torch.Tensor
     own: torch.Tensor
     at: torch.Tensor
     ring: Ring
     step: torch.Tensor
+    stacks: dict[int, Stack]
+
+    def repeated(self, values: torch.Tensor) -> dict[int, torch.Tensor]:
+        """[entries] values of all layers' entries, by the number of layers of a group."""
+        return {size: stack.repeat(values) for size, stack in self.stacks.items()}
 
 
 class Background:
@@ -60,6 +67,10 @@ class Background:
         self.again = torch.zeros(max_entries, dtype=torch.bool, device=device)
         self.counters = torch.zeros(max_entries, COUNTERS, dtype=torch.int64, device=device)
         self.recalled = torch.zeros(max_entries, 3, dtype=torch.int64, device=device)
+        kv_heads, max_blocks = sets.maps.block_slot.shape[2:]
+        self._no_scores = torch.zeros(kv_heads * max_blocks, device=device)
+        unlimited = torch.iinfo(torch.int32).max
+        self._unlimited = torch.full((num_layers * sets.num_lanes,), unlimited, dtype=torch.int32, device=device)
 
     @staticmethod
     def bytes_for(num_layers: int, kv_heads: int, num_slots: int, max_blocks: int, max_entries: int) -> int:
@@ -104,29 +115,37 @@ class Background:
         more = torch.where(sets.retried[:-1], 0, more)  # a lane has what it has for a token, not for a step
         refilled = torch.minimum(sets.allowance + more, most)
         sets.allowance.copy_(torch.where(takes_part[:-1], refilled, sets.allowance))
-        return Entries(lanes, lanes.clamp_min(0), at, Ring(start, next_start, retiring), sets.step.clone())
+        ring = Ring(start, next_start, retiring)
+        stacks = {size: self._stack(size, lanes, next_start) for size in {group.num_layers for group in self._groups}}
+        return Entries(lanes, lanes.clamp_min(0), at, ring, sets.step.clone(), stacks)
+
+    def _stack(self, num_layers: int, lanes: torch.Tensor, end: torch.Tensor) -> Stack:
+        """end: [entries], of what is ranked."""
+        num_blocks = max(1, int(end.max())) if self._order.on_host else self._sets.host_table.shape[1]
+        return Stack.of(self._sets, num_layers, lanes, num_blocks)
 
     def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan]]:
         """What each group's lookahead rows want. Returns what is wanted, as from `rank`, and the plans."""
         sets, order = self._sets, self._order
-        caps = torch.zeros_like(entries.lanes) if self._recalls else sets.cap[entries.own]
+        caps = entries.repeated(torch.zeros_like(entries.lanes) if self._recalls else sets.cap[entries.own])
+        start, end = entries.repeated(entries.ring.start), entries.repeated(entries.ring.next_start)
         ranked, plans = [], []
         for number, group in enumerate(self._groups):
+            size, stack = group.num_layers, entries.stacks[group.num_layers]
             order.attended[number].wait()
-            group.look_up()
-            scores, wanted = group.rank(entries.lanes, entries.ring.next_start)
+            scores, wanted = group.rank(stack, entries.own, end[size])
             plan = group.select(
-                entries.lanes,
+                stack.lanes,
                 wanted[:, LOOKAHEAD],
                 scores[:, LOOKAHEAD],
                 wanted[:, NORMAL],
-                entries.ring.start,
-                sets.allowance[group.part],
+                start[size],
+                sets.allowance[group.part].flatten(),
                 entries.step,
-                caps,
+                caps[size],
             )
             with order.streams.fetching(number):
-                group.fetch(plan, entries.lanes, entries.step)
+                group.fetch(plan, stack.lanes, entries.step, stack.page_table)
             ranked.append(wanted)
             plans.append(plan)
         return ranked, plans
@@ -154,48 +173,54 @@ class Background:
     def _finish(self, entries: Entries, again: torch.Tensor, ranked: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fetches what rows lack that run again, and retires what leaves the rings, layer by layer. Returns how many
         blocks of each layer were fetched: [layers, entries] int64."""
-        order = self._order
-        lanes, retiring = torch.where(again, entries.lanes, -1), entries.ring.retiring
+        order, ring = self._order, entries.ring
         # The ring of who runs again begins a block later then: that block has to be there, and evict nothing wanted.
-        own_retiring, again_retiring = torch.where(again, -1, retiring), torch.where(again, retiring, -1)
+        own_retiring = entries.repeated(torch.where(again, -1, ring.retiring))
+        again_retiring = entries.repeated(torch.where(again, ring.retiring, -1))
+        start, lanes = entries.repeated(ring.start), entries.repeated(again)
+        lanes = {size: torch.where(lanes[size], stack.lanes, -1) for size, stack in entries.stacks.items()}
         runs_again = not order.on_host or bool(again.any())
         fetched = []
         for number, (group, wanted) in enumerate(zip(self._groups, ranked, strict=True)):
+            size, stack = group.num_layers, entries.stacks[group.num_layers]
             order.streams.wait_for(number)
             if runs_again:
-                plan = self._take_all(group, lanes, wanted[:, NORMAL], entries.ring.start, entries.step)
+                plan = self._take_all(group, stack, lanes[size], wanted[:, NORMAL], start[size], entries.step)
                 fetched.append(group.counters(plan))
-                group.retire(again_retiring, entries.lanes, wanted[:, NORMAL], entries.step)
-            group.retire(own_retiring, entries.lanes, wanted[:, LOOKAHEAD], entries.step)
+                group.retire(again_retiring[size], stack.lanes, wanted[:, NORMAL], entries.step, stack.page_table)
+            group.retire(own_retiring[size], stack.lanes, wanted[:, LOOKAHEAD], entries.step, stack.page_table)
             order.fetched[number].record()
         if not runs_again:
-            return torch.zeros(len(self._sets.by_layer), len(lanes), dtype=torch.int64, device=lanes.device)
+            return torch.zeros(len(self._sets.by_layer), len(again), dtype=torch.int64, device=again.device)
         counters = torch.cat(fetched)
         return counters[..., 1] - counters[..., 2]
 
     def _take_all(
         self,
         group: LayerGroup,
+        stack: Stack,
         lanes: torch.Tensor,
         wanted: torch.Tensor,
         ring_start: torch.Tensor,
         step: torch.Tensor,
     ) -> FetchPlan:
-        """Fetch all that is wanted and not there. There are slots for it, so that no score decides."""
-        num_slots = self._sets.num_slots
-        unlimited = torch.full_like(self._sets.allowance[group.part], group.num_kv_heads * num_slots)
-        caps = torch.full_like(lanes, num_slots)
-        scores = torch.zeros(wanted.shape, device=wanted.device)
-        plan = group.select(lanes, wanted, scores, wanted, ring_start, unlimited, step, caps)
-        group.fetch(plan, lanes, step)
+        """Fetch all that is wanted and not there. There are slots for it, so that no score decides.
+
+        lanes: those of the stack, or -1.
+        """
+        scores = self._no_scores[: wanted[0].numel()].view(1, *wanted.shape[1:]).expand_as(wanted)
+        unlimited = self._unlimited[: group.num_layers * self._sets.num_lanes]
+        plan = group.select(lanes, wanted, scores, wanted, ring_start, unlimited, step, None)
+        group.fetch(plan, lanes, step, stack.page_table)
         return plan
 
     def recall(self, layer: int, lanes: torch.Tensor, ring_start: torch.Tensor) -> None:
         """Fetch all that the layer's normal rows want, in the foreground, before they attend. lanes, ring_start:
         [entries], as they are given."""
         sets, group = self._sets, self._layers[layer]
-        _, wanted = group.rank(lanes, ring_start)
-        plan = self._take_all(group, lanes, wanted[:, NORMAL], ring_start, sets.step)
+        stack = self._stack(1, lanes, ring_start)
+        _, wanted = group.rank(stack, lanes.clamp_min(0), ring_start)
+        plan = self._take_all(group, stack, lanes, wanted[:, NORMAL], ring_start, sets.step)
         counters = group.counters(plan)[0, :, :3]
         sets.by_layer[layer, :3] += counters.sum(dim=0)
         self.recalled[: len(lanes)] += counters

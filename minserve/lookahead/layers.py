@@ -7,6 +7,8 @@ On a GPU a group is a few layers: its stages run while the next ones still compu
 costs the foreground time, more so while the link is busy. On a CPU, where the calls themselves cost, it is all layers.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from minserve.kernels.fetch_blocks import fetch_blocks
@@ -26,57 +28,63 @@ def groups_of(device: torch.device, num_layers: int, layers_at_once: int | None 
     return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
 
 
-class LayerGroup:
-    """Some layers, one after the other. Of tensors by entry, those of the first layer's lanes come first, and so on.
+class Stack(NamedTuple):
+    """A step's entries in a group of layers, those of its first layer first: what is the same in all groups of a size.
 
-    cut: results and what is read for them are no wider than they need be, which the host has to look up.
+    num_layers: of the group; lanes: [layers * entries] int64, in tables in which each layer's lanes stand behind those
+    of the layer before, -1 as in entries. rows, places: the same for digests, by `score_blocks`: which row of the table
+    is an entry's. page_table: [layers * lanes, columns] int32, pages of all layers being one behind the other.
+    """
+
+    num_layers: int
+    lanes: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+    page_table: torch.Tensor
+
+    @classmethod
+    def of(cls, sets: WorkingSets, num_layers: int, lanes: torch.Tensor, num_blocks: int) -> "Stack":
+        """lanes: [entries] int64, -1: padding; num_blocks: of the longest lane at least."""
+        table = sets.host_table[:, :num_blocks]
+        if num_layers == 1:
+            return cls(1, lanes, lanes, table, sets.page_table)
+        number = torch.arange(num_layers, device=lanes.device)[:, None]
+        stacked = torch.where(lanes >= 0, lanes + number * sets.num_lanes, -1).flatten()
+        offsets = (number * sets.digests.shape[1]).to(torch.int32)[..., None]
+        places = table[lanes.clamp_min(0)]
+        places = torch.where(places >= 0, places + offsets, -1).flatten(0, 1)
+        rows = torch.where(stacked >= 0, torch.arange(len(stacked), device=lanes.device), -1)
+        offsets = (number * sets.kv.shape[1]).to(torch.int32)[..., None]
+        page_table = (sets.page_table[:, : sets.num_slots + RING] + offsets).flatten(0, 1)
+        return cls(num_layers, stacked, rows, places, page_table)
+
+    def repeat(self, values: torch.Tensor) -> torch.Tensor:
+        """[layers * entries], from [entries], of any dtype."""
+        return values if self.num_layers == 1 else values.repeat(self.num_layers)
+
+
+class LayerGroup:
+    """Some layers, one after the other. Tensors by entry are those of a `Stack` of their number.
+
+    cut: results are no wider than they need be, which the host has to look up.
     """
 
     def __init__(self, sets: WorkingSets, layers: range, *, cut: bool) -> None:
         self._sets, self._cut = sets, cut
         self.layers, self.num_layers = layers, len(layers)
         self.part = slice(layers.start, layers.stop)
-        self.num_kv_heads = sets.kv.shape[2]
         self._maps = SlotMaps(*(table[self.part].flatten(0, 1) for table in sets.maps))
         self._kv, self._digests = (table[self.part].flatten(0, 1) for table in (sets.kv, sets.digests))
         self._everybody = torch.ones(len(layers) * sets.num_lanes, dtype=torch.bool, device=sets.kv.device)
-        number = torch.arange(len(layers), device=sets.kv.device)
-        self._lane_offsets = number[:, None] * sets.num_lanes
-        self._digest_offsets = (number * sets.digests.shape[1]).to(torch.int32)[:, None, None]
-        self._page_offsets = (number * sets.kv.shape[1]).to(torch.int32)[:, None, None]
-        self._page_table = sets.page_table
-        if self.num_layers > 1:
-            self._page_table = sets.page_table.new_zeros(self.num_layers * sets.num_lanes, sets.num_slots + RING)
 
-    def repeat(self, values: torch.Tensor) -> torch.Tensor:
-        """[entries] of all lanes of all layers, from [entries] of the lanes."""
-        return values if self.num_layers == 1 else values.repeat(self.num_layers)
+    def rank(self, stack: Stack, own: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """By the queries that were kept: (scores float32, wanted bool), [layers * entries, 2, kv_heads, blocks] each.
 
-    def _lanes(self, lanes: torch.Tensor) -> torch.Tensor:
-        return lanes if self.num_layers == 1 else torch.where(lanes >= 0, lanes + self._lane_offsets, -1).flatten()
-
-    def look_up(self) -> None:
-        """Where pages are: before all else in a step."""
-        if self.num_layers > 1:
-            table = self._page_table.view(self.num_layers, -1, self._page_table.shape[1])
-            torch.add(self._sets.page_table[:, : table.shape[2]], self._page_offsets, out=table)
-
-    def rank(self, lanes: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the queries that were kept: (scores float32, wanted bool), [entries, 2, kv_heads, blocks] each.
-
-        lanes, end: [entries] int64, blocks [1, end) are ranked.
+        own: [entries] int64, lanes with 0 in place of -1; end: [layers * entries] int64, blocks [1, end) are ranked.
         """
         sets = self._sets
-        columns = max(1, int(end.max())) if self._cut else sets.host_table.shape[1]
-        own = lanes.clamp_min(0)
         queries = sets.queries[self.part, own].flatten(0, 1)
-        table, rows = sets.host_table[:, :columns], lanes
-        if self.num_layers > 1:
-            places = table[own]
-            table = torch.where(places >= 0, places + self._digest_offsets, -1).flatten(0, 1)
-            rows = torch.arange(len(table), device=table.device)
-            rows = torch.where(self.repeat(lanes) >= 0, rows, -1)
-        scores = score_blocks(queries, self._digests, table, rows, self.repeat(end))
+        scores = score_blocks(queries, self._digests, stack.places, stack.rows, end)
         return scores, wanted_blocks(scores, sets.num_slots - 1)
 
     def select(
@@ -88,21 +96,12 @@ class LayerGroup:
         ring_start: torch.Tensor,
         allowance: torch.Tensor,
         step: torch.Tensor,
-        caps: torch.Tensor,
+        caps: torch.Tensor | None,
     ) -> FetchPlan:
-        """As `select_blocks`; lanes, ring_start, caps: [entries]; allowance: [layers, num_lanes]."""
+        """As `select_blocks`; lanes: as in a stack, or -1; allowance: [layers * lanes]."""
+        maps, num_slots = self._maps, self._sets.num_slots
         plan = select_blocks(
-            wanted,
-            scores,
-            normal_wanted,
-            self._maps,
-            self._lanes(lanes),
-            self._everybody,
-            self.repeat(ring_start),
-            allowance.flatten(),
-            step,
-            self._sets.num_slots,
-            self.repeat(caps),
+            wanted, scores, normal_wanted, maps, lanes, self._everybody, ring_start, allowance, step, num_slots, caps
         )
         if not self._cut:
             return plan
@@ -113,17 +112,22 @@ class LayerGroup:
         """[layers, entries, 5] int64, summed over the heads."""
         return plan.counters.view(self.num_layers, -1, *plan.counters.shape[1:]).sum(dim=2)
 
-    def fetch(self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor) -> None:
-        """Carries a plan out."""
+    def fetch(self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor, page_table: torch.Tensor) -> None:
+        """Carries a plan out. lanes, page_table: as in a stack."""
         sets = self._sets
         host, scales, layer, table = sets.host, sets.host_scales, self.layers.start, sets.host_table
         if self.num_layers > 1:
             host, layer, table = host.view(-1, 1, *host.shape[2:]), 0, sets.host_pieces[self.part].flatten(0, 1)
             scales = None if scales is None else scales.view(-1, 1, *scales.shape[2:])
-        own = self._lanes(lanes)
-        fetch_blocks(plan, self._maps, own, step, host, layer, table, self._kv, self._page_table, scales)
+        fetch_blocks(plan, self._maps, lanes, step, host, layer, table, self._kv, page_table, scales)
 
-    def retire(self, retiring: torch.Tensor, lanes: torch.Tensor, wanted: torch.Tensor, step: torch.Tensor) -> None:
-        """As `retire_block`; retiring, lanes: [entries]."""
-        own = self._lanes(lanes)
-        retire_block(self.repeat(retiring), wanted, self._maps, own, step, self._kv, self._page_table)
+    def retire(
+        self,
+        retiring: torch.Tensor,
+        lanes: torch.Tensor,
+        wanted: torch.Tensor,
+        step: torch.Tensor,
+        page_table: torch.Tensor,
+    ) -> None:
+        """As `retire_block`; lanes, page_table: as in a stack."""
+        retire_block(retiring, wanted, self._maps, lanes, step, self._kv, page_table)
