@@ -7,8 +7,8 @@ in retire_block.py.
 
 On a GPU the host blocks lie in pinned memory, which kernels read by its address over the link (unified virtual
 addressing): for blocks of 8 KB that is nearly as fast as one large copy, where a copy call for each block reaches a
-fiftieth. A first kernel looks up what there is to fetch, writes the maps, and lists the copies. A second has very few
-programs, which fill the link, and these walk over the list; so a plan that fetches little takes little. The list's
+fiftieth. A first kernel looks up what there is to fetch, writes the maps, and lists the copies. A second has few
+programs, as many as fill the link, and these walk over the list; so a plan that fetches little takes little. The list's
 order is anybody's guess, and no copy depends on another.
 
 Host blocks may be in 8 bits (fp8_blocks.py). Then half as much crosses the link, and what has come is multiplied by
@@ -16,6 +16,9 @@ scales[host_table[lane, blocks[i]], layer, h], one for K and one for V, in float
 
 The torch reference reads host blocks that lie on the device of the pages.
 """
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -28,13 +31,11 @@ from minserve.kernels.slots import SlotMaps, check_slots, lanes_and_heads, take_
 
 __all__ = ["fetch_blocks", "retire_block"]
 
-PROGRAMS, PROGRAMS_FP8 = 4, 8
-"""Enough to fill the link. Each has an SM, as good as: a matrix product has all registers of the SMs that it is on."""
+PROGRAMS, PROGRAMS_FP8 = 32, 64
+"""Of one warp each, which copy a block at once: enough to fill the link (50 GB/s of 55 on an H200). Fewer programs of
+more warps would leave more SMs alone, but they are slower, and a product beside them is not faster."""
 
-AT_ONCE, COPY_WARPS = 8, 8
-"""Blocks that a program has under way, and its warps."""
-
-TILE = 128
+TILE = 1024
 """Fetches that a program looks up at once."""
 
 
@@ -49,6 +50,7 @@ def fetch_blocks(
     kv: torch.Tensor,
     page_table: torch.Tensor,
     scales: torch.Tensor | None = None,
+    copying: AbstractContextManager[Any] | None = None,
 ) -> None:
     """Carries the plan out: writes pages of slots and all three maps.
 
@@ -58,6 +60,7 @@ def fetch_blocks(
     host_table: [num_lanes, max_blocks] int32, the host block of each block, -1: none. What has none is not fetched
     kv: [pages, kv_heads, 2, 16, head_dim], one layer's; page_table: [num_lanes, columns] int32. All contiguous.
     scales: [host_blocks, layers, kv_heads, 2] float32, on the pages' device; None: of host blocks in their dtype
+    copying: what reads host blocks is launched within it, as on another stream; on a CPU, all is
     """
     entries, kv_heads, _ = plan.blocks.shape
     check_slots(maps, lanes, step, kv, page_table)
@@ -71,7 +74,7 @@ def fetch_blocks(
     assert (host_table.shape, host_table.dtype) == ((num_lanes, max_blocks), torch.int32), host_table.shape
     assert all(each.is_contiguous() for each in (plan.blocks, plan.slots, host, host_table))
     run = fetch_blocks_triton if kv.is_cuda else fetch_blocks_reference
-    run(plan, maps, lanes, step, host, layer, host_table, kv, page_table, scales)
+    run(plan, maps, lanes, step, host, layer, host_table, kv, page_table, scales, copying or nullcontext())
 
 
 def fetch_blocks_reference(
@@ -85,6 +88,7 @@ def fetch_blocks_reference(
     kv: torch.Tensor,
     page_table: torch.Tensor,
     scales: torch.Tensor | None = None,
+    copying: AbstractContextManager[Any] = nullcontext(),  # noqa: B008  it holds nothing
 ) -> None:
     if plan.blocks.numel() == 0:
         return
@@ -99,7 +103,8 @@ def fetch_blocks_reference(
     found = host.view(-1, *host.shape[3:]).index_select(0, source)
     if scales is not None:
         found = dequantize_blocks(found, scales.view(-1, 2).index_select(0, source), kv.dtype)
-    take_slots(maps, lane, head, slot, block, valid, step, found, kv, page_table)
+    with copying:
+        take_slots(maps, lane, head, slot, block, valid, step, found, kv, page_table)
 
 
 @triton.jit(do_not_specialize=["num_fetches", "cap", "layer"])
@@ -153,25 +158,18 @@ def _list_copies_kernel(
 
 @triton.jit
 def _copy_kernel(
-    copies, num_copies, host, scales, kv,
-    size: tl.constexpr, width: tl.constexpr, at_once: tl.constexpr, has_scales: tl.constexpr,
-):  # fmt: skip
-    """size: of one head's K and V of a block; width: rounded up to a power of two; at_once: how many are read before
-    any is written."""
-    offset = tl.arange(0, width)[None, :]
-    count = tl.load(num_copies)
-    for first in range(tl.program_id(0) * at_once, count, tl.num_programs(0) * at_once):
-        number = first + tl.arange(0, at_once)
-        known = number < count
-        source = tl.load(copies + 2 * number, mask=known, other=0)
-        target = tl.load(copies + 2 * number + 1, mask=known, other=0)
-        inside = known[:, None] & (offset < size)
-        content = tl.load(host + source[:, None] * size + offset, mask=inside)
+    copies, num_copies, host, scales, kv, size: tl.constexpr, width: tl.constexpr, has_scales: tl.constexpr
+):
+    """size: of one head's K and V of a block; width: rounded up to a power of two."""
+    offset = tl.arange(0, width)
+    for number in range(tl.program_id(0), tl.load(num_copies), tl.num_programs(0)):
+        source = tl.load(copies + 2 * number)
+        target = tl.load(copies + 2 * number + 1)
+        content = tl.load(host + source * size + offset, mask=offset < size)
         if has_scales:
-            of_k, of_v = tl.load(scales + 2 * source), tl.load(scales + 2 * source + 1)
-            scale = tl.where(offset < size // 2, of_k[:, None], of_v[:, None])
+            scale = tl.where(offset < size // 2, tl.load(scales + 2 * source), tl.load(scales + 2 * source + 1))
             content = (content.to(tl.float32) * scale).to(kv.dtype.element_ty)
-        tl.store(kv + target[:, None] * size + offset, content, mask=inside)
+        tl.store(kv + target * size + offset, content, mask=offset < size)
 
 
 def fetch_blocks_triton(
@@ -185,6 +183,7 @@ def fetch_blocks_triton(
     kv: torch.Tensor,
     page_table: torch.Tensor,
     scales: torch.Tensor | None = None,
+    copying: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
 ) -> None:
     num_fetches = plan.blocks.numel()
     copies, num_copies = lanes.new_empty(num_fetches, 2), lanes.new_zeros(1, dtype=torch.int32)
@@ -209,7 +208,8 @@ def fetch_blocks_triton(
         TILE,
         num_warps=4,
     )
-    _copy_listed(copies, num_copies, host, scales, kv, kv[0, 0].numel())
+    with copying:
+        _copy_listed(copies, num_copies, host, scales, kv, kv[0, 0].numel())
 
 
 def copy_pieces(
@@ -234,6 +234,5 @@ def _copy_listed(
     """num_copies: [1] int32; size: of a piece."""
     programs = min(PROGRAMS if scales is None else PROGRAMS_FP8, len(copies))
     _copy_kernel[(programs,)](
-        copies, num_copies, host, scales, kv, size, triton.next_power_of_2(size), AT_ONCE, scales is not None,
-        num_warps=COPY_WARPS,
-    )  # fmt: skip
+        copies, num_copies, host, scales, kv, size, triton.next_power_of_2(size), scales is not None, num_warps=1
+    )

@@ -202,7 +202,13 @@ def _find_candidates_kernel(
     head = tl.program_id(0) % kv_heads
     row = entry * kv_heads + head
     lane = tl.load(lanes + entry)
-    takes_part = tl.load(sparse + lane, mask=lane >= 0, other=0) != 0
+    counters += row * 5
+    if lane < 0:
+        number = tl.arange(0, cap_width)
+        tl.store(candidates + row * cap + number, -1, mask=number < cap)
+        tl.store(counters + tl.arange(0, 8), 0, mask=tl.arange(0, 8) < 5)
+        return
+    takes_part = tl.load(sparse + lane) != 0
     # Nobody's slots and blocks are looked at for an entry that does not take part.
     end = tl.where(takes_part, tl.minimum(tl.load(ring_start + entry), num_blocks), 0)
     num_slots = tl.where(takes_part, num_slots, 0)
@@ -222,7 +228,6 @@ def _find_candidates_kernel(
     asked = inside & (tl.load(normal_wanted + block, mask=inside, other=0) != 0)
     missed = absent & is_wanted
     num_missed = tl.sum(missed.to(tl.int32), 0)
-    counters += row * 5
     tl.store(counters, tl.sum((is_wanted & ~absent).to(tl.int32), 0))
     tl.store(counters + 1, num_missed)
     tl.store(counters + 3, tl.sum((asked & absent).to(tl.int32), 0))
@@ -262,7 +267,12 @@ def _admit_kernel(
     entry = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = tl.program_id(0) % kv_heads
     row = entry * kv_heads + head
-    lane = tl.maximum(tl.load(lanes + entry), 0)
+    lane = tl.load(lanes + entry)
+    if lane < 0:
+        place = tl.arange(0, cap_width)
+        tl.store(blocks + row * cap + place, -1, mask=place < cap)
+        tl.store(slots + row * cap + place, -1, mask=place < cap)
+        return
 
     number = tl.arange(0, width)
     inside = (number // cap_width < kv_heads) & (number % cap_width < cap)

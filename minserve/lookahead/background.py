@@ -19,7 +19,7 @@ from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import Ring
 from minserve.lookahead.layers import LAYERS_AT_ONCE, LayerGroup, Stack
-from minserve.lookahead.order import NUM_FETCHERS, Order
+from minserve.lookahead.order import Order
 from minserve.memory.working_sets import WorkingSets
 
 LANES, START, NEXT_START, RETIRING = range(4)
@@ -32,7 +32,7 @@ COUNTERS = 5
 class Entries(NamedTuple):
     """lanes: [entries] int64, -1 for padding and for who is not sparse; own, at: the same, with lane 0 in place of -1,
     and with the row behind all lanes; ring; step: [1] int32, the clock of slot_used.
-    stacks: by the number of layers of a group, of the same lanes.
+    stacks: by the number of layers of a group, as far as they were needed.
     """
 
     lanes: torch.Tensor
@@ -40,11 +40,7 @@ class Entries(NamedTuple):
     at: torch.Tensor
     ring: Ring
     step: torch.Tensor
-    stacks: dict[int, Stack]
-
-    def repeated(self, values: torch.Tensor) -> dict[int, torch.Tensor]:
-        """[entries] values of all layers' entries, by the number of layers of a group."""
-        return {size: stack.repeat(values) for size, stack in self.stacks.items()}
+    stacks: dict[int, tuple[Stack, Sequence[torch.Tensor]]]
 
 
 class Background:
@@ -77,7 +73,7 @@ class Background:
         """Bytes that passes on a GPU need beside the working sets: what is wanted, and the plans, of all layers, and
         the scores and lists of a few groups. Twice: those of graphs, and of a pass that is in none."""
         each_layer = 2 * max_blocks + 8 * num_slots
-        passing = 20 * max_blocks + (1 + NUM_FETCHERS) * 24 * num_slots
+        passing = 20 * max_blocks + 2 * 24 * num_slots
         return 2 * max_entries * kv_heads * (num_layers * each_layer + LAYERS_AT_ONCE * passing)
 
     def run(self, num_entries: int) -> None:
@@ -115,9 +111,16 @@ class Background:
         more = torch.where(sets.retried[:-1], 0, more)  # a lane has what it has for a token, not for a step
         refilled = torch.minimum(sets.allowance + more, most)
         sets.allowance.copy_(torch.where(takes_part[:-1], refilled, sets.allowance))
-        ring = Ring(start, next_start, retiring)
-        stacks = {size: self._stack(size, lanes, next_start) for size in {group.num_layers for group in self._groups}}
-        return Entries(lanes, lanes.clamp_min(0), at, ring, sets.step.clone(), stacks)
+        return Entries(lanes, lanes.clamp_min(0), at, Ring(start, next_start, retiring), sets.step.clone(), {})
+
+    def _stacked(self, entries: Entries, num_layers: int) -> tuple[Stack, Sequence[torch.Tensor]]:
+        """And where the rings of this step's rows and of the next one's begin, and caps; made when first needed."""
+        if num_layers not in entries.stacks:
+            ring = entries.ring
+            caps = torch.zeros_like(entries.lanes) if self._recalls else self._sets.cap[entries.own]
+            stack = self._stack(num_layers, entries.lanes, ring.next_start)
+            entries.stacks[num_layers] = stack, stack.repeat(ring.start, ring.next_start, caps)
+        return entries.stacks[num_layers]
 
     def _stack(self, num_layers: int, lanes: torch.Tensor, end: torch.Tensor) -> Stack:
         """end: [entries], of what is ranked."""
@@ -127,25 +130,22 @@ class Background:
     def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan]]:
         """What each group's lookahead rows want. Returns what is wanted, as from `rank`, and the plans."""
         sets, order = self._sets, self._order
-        caps = entries.repeated(torch.zeros_like(entries.lanes) if self._recalls else sets.cap[entries.own])
-        start, end = entries.repeated(entries.ring.start), entries.repeated(entries.ring.next_start)
         ranked, plans = [], []
         for number, group in enumerate(self._groups):
-            size, stack = group.num_layers, entries.stacks[group.num_layers]
+            stack, (start, end, caps) = self._stacked(entries, group.num_layers)
             order.attended[number].wait()
-            scores, wanted = group.rank(stack, entries.own, end[size])
+            scores, wanted = group.rank(stack, entries.own, end)
             plan = group.select(
                 stack.lanes,
                 wanted[:, LOOKAHEAD],
                 scores[:, LOOKAHEAD],
                 wanted[:, NORMAL],
-                start[size],
+                start,
                 sets.allowance[group.part].flatten(),
                 entries.step,
-                caps[size],
+                caps,
             )
-            with order.streams.fetching(number):
-                group.fetch(plan, stack.lanes, entries.step, stack.page_table)
+            group.fetch(plan, stack.lanes, entries.step, stack.page_table, order.streams.fetching(number))
             ranked.append(wanted)
             plans.append(plan)
         return ranked, plans
@@ -175,20 +175,23 @@ class Background:
         blocks of each layer were fetched: [layers, entries] int64."""
         order, ring = self._order, entries.ring
         # The ring of who runs again begins a block later then: that block has to be there, and evict nothing wanted.
-        own_retiring = entries.repeated(torch.where(again, -1, ring.retiring))
-        again_retiring = entries.repeated(torch.where(again, ring.retiring, -1))
-        start, lanes = entries.repeated(ring.start), entries.repeated(again)
-        lanes = {size: torch.where(lanes[size], stack.lanes, -1) for size, stack in entries.stacks.items()}
+        own_retiring, again_retiring = torch.where(again, -1, ring.retiring), torch.where(again, ring.retiring, -1)
+        own_lanes = torch.where(again, entries.lanes, -1)
+        repeated = {
+            size: stack.repeat(own_retiring, again_retiring, own_lanes) for size, (stack, _) in entries.stacks.items()
+        }
         runs_again = not order.on_host or bool(again.any())
         fetched = []
         for number, (group, wanted) in enumerate(zip(self._groups, ranked, strict=True)):
-            size, stack = group.num_layers, entries.stacks[group.num_layers]
+            stack, (start, _, _) = entries.stacks[group.num_layers]
+            own_retiring, again_retiring, lanes = repeated[group.num_layers]
             order.streams.wait_for(number)
             if runs_again:
-                plan = self._take_all(group, stack, lanes[size], wanted[:, NORMAL], start[size], entries.step)
+                lanes = torch.where(lanes >= 0, stack.lanes, -1)
+                plan = self._take_all(group, stack, lanes, wanted[:, NORMAL], start, entries.step)
                 fetched.append(group.counters(plan))
-                group.retire(again_retiring[size], stack.lanes, wanted[:, NORMAL], entries.step, stack.page_table)
-            group.retire(own_retiring[size], stack.lanes, wanted[:, LOOKAHEAD], entries.step, stack.page_table)
+                group.retire(again_retiring, stack.lanes, wanted[:, NORMAL], entries.step, stack.page_table)
+            group.retire(own_retiring, stack.lanes, wanted[:, LOOKAHEAD], entries.step, stack.page_table)
             order.fetched[number].record()
         if not runs_again:
             return torch.zeros(len(self._sets.by_layer), len(again), dtype=torch.int64, device=again.device)

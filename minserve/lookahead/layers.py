@@ -7,7 +7,9 @@ On a GPU a group is a few layers: its stages run while the next ones still compu
 costs the foreground time, more so while the link is busy. On a CPU, where the calls themselves cost, it is all layers.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,14 +20,17 @@ from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
 from minserve.kernels.sparse_rows import RING
 from minserve.memory.working_sets import WorkingSets
 
-LAYERS_AT_ONCE = 4
+LAYERS_AT_ONCE = 5
 """On a GPU."""
 
 
 def groups_of(device: torch.device, num_layers: int, layers_at_once: int | None = None) -> list[range]:
-    """All layers in their order, so many in each group but the last; None: what suits the device."""
-    size = layers_at_once or (num_layers if device.type == "cpu" else LAYERS_AT_ONCE)
-    return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
+    """All layers in their order, so many in each group but the last; None: what suits the device. On a GPU the first
+    layer is a group, so that the link has work soon."""
+    alone = int(layers_at_once is None and device.type != "cpu")
+    size = layers_at_once or (LAYERS_AT_ONCE if alone else num_layers)
+    rest = [range(first, min(first + size, num_layers)) for first in range(alone, num_layers, size)]
+    return [range(1)] * alone + rest
 
 
 class Stack(NamedTuple):
@@ -58,9 +63,9 @@ class Stack(NamedTuple):
         page_table = (sets.page_table[:, : sets.num_slots + RING] + offsets).flatten(0, 1)
         return cls(num_layers, stacked, rows, places, page_table)
 
-    def repeat(self, values: torch.Tensor) -> torch.Tensor:
-        """[layers * entries], from [entries], of any dtype."""
-        return values if self.num_layers == 1 else values.repeat(self.num_layers)
+    def repeat(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """[layers * entries] each, from [entries], all of one dtype."""
+        return values if self.num_layers == 1 else torch.stack(values).repeat(1, self.num_layers).unbind()
 
 
 class LayerGroup:
@@ -112,14 +117,21 @@ class LayerGroup:
         """[layers, entries, 5] int64, summed over the heads."""
         return plan.counters.view(self.num_layers, -1, *plan.counters.shape[1:]).sum(dim=2)
 
-    def fetch(self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor, page_table: torch.Tensor) -> None:
-        """Carries a plan out. lanes, page_table: as in a stack."""
+    def fetch(
+        self,
+        plan: FetchPlan,
+        lanes: torch.Tensor,
+        step: torch.Tensor,
+        page_table: torch.Tensor,
+        copying: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Carries a plan out. lanes, page_table: as in a stack; copying: as in `fetch_blocks`."""
         sets = self._sets
         host, scales, layer, table = sets.host, sets.host_scales, self.layers.start, sets.host_table
         if self.num_layers > 1:
             host, layer, table = host.view(-1, 1, *host.shape[2:]), 0, sets.host_pieces[self.part].flatten(0, 1)
             scales = None if scales is None else scales.view(-1, 1, *scales.shape[2:])
-        fetch_blocks(plan, self._maps, lanes, step, host, layer, table, self._kv, page_table, scales)
+        fetch_blocks(plan, self._maps, lanes, step, host, layer, table, self._kv, page_table, scales, copying)
 
     def retire(
         self,

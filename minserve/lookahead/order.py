@@ -16,9 +16,6 @@ from typing import Any, Protocol
 
 import torch
 
-NUM_FETCHERS = 3
-"""Streams whose fetches overlap: one layer's list is looked up while another's fills the link."""
-
 HIGHEST_PRIORITY = -5
 """Of CUDA's streams on a Hopper GPU; others take it for the highest that they have."""
 
@@ -40,7 +37,8 @@ class Streams(Protocol):
         """Within it, the background's own stream is the current one."""
 
     def fetching(self, number: int) -> AbstractContextManager[Any]:
-        """Within it, one of the streams that fetch is, behind all that the background's own stream has so far."""
+        """Within it, the stream that fetches is, behind all that the background's own stream has so far: one group's
+        blocks come after the other's, as the link has no room for both."""
 
     def wait_for(self, number: int) -> None:
         """The current stream waits for what came within `fetching` of that number."""
@@ -143,9 +141,9 @@ class _CudaStreams:
     """Of the highest priority: their kernels are small and late, and the next step waits for them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._background, self._finisher, *self._fetchers = (
+        self._background, self._fetcher, self._finisher = (
             torch.cuda.Stream(device, priority=HIGHEST_PRIORITY)  # type: ignore[no-untyped-call]
-            for _ in range(2 + NUM_FETCHERS)
+            for _ in range(3)
         )
         self._ends: dict[int, torch.cuda.Event] = {}
         self._forks: list[torch.cuda.Stream] = []
@@ -155,7 +153,7 @@ class _CudaStreams:
 
     @contextmanager
     def fetching(self, number: int) -> Iterator[None]:
-        with self._forked(self._fetchers[number % NUM_FETCHERS]):
+        with self._forked(self._fetcher):
             yield
             self._ends[number] = torch.cuda.current_stream().record_event()
 

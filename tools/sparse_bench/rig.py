@@ -82,12 +82,14 @@ class _Group(LayerGroup):
 
     _sets: FabricatedSets
 
-    def fetch(self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor, page_table: torch.Tensor) -> None:
+    def fetch(
+        self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor, page_table: torch.Tensor, copying: Any = None
+    ) -> None:
         if self.num_layers > 1:
-            return super().fetch(plan, lanes, step, page_table)
+            return super().fetch(plan, lanes, step, page_table, copying)
         sets = self._sets
         host, scales, layer, table = sets.host, sets.host_scales, self.layers.start, sets.sources
-        return fetch_blocks(plan, self._maps, lanes, step, host, layer, table, self._kv, page_table, scales)
+        return fetch_blocks(plan, self._maps, lanes, step, host, layer, table, self._kv, page_table, scales, copying)
 
 
 class _Background(Background):
