@@ -21,6 +21,7 @@ from minserve.kernels.sparse_rows import Ring
 from minserve.lookahead.layers import LAYERS_AT_ONCE, LayerGroup
 from minserve.lookahead.order import NUM_FETCHERS, Order
 from minserve.memory.working_sets import WorkingSets
+from minserve.models.config import ModelConfig
 
 LANES, START, NEXT_START, RETIRING = range(4)
 """The rows of what is given."""
@@ -62,12 +63,13 @@ class Background:
         self.recalled = torch.zeros(max_entries, 3, dtype=torch.int64, device=device)
 
     @staticmethod
-    def bytes_for(num_layers: int, kv_heads: int, num_slots: int, max_blocks: int, max_entries: int) -> int:
+    def bytes_for(model: ModelConfig, num_slots: int, max_blocks: int, max_entries: int) -> int:
         """Bytes that passes on a GPU need beside the working sets: what is wanted, and the plans, of all layers, and
-        the scores and lists of a few groups. Twice: those of graphs, and of a pass that is in none."""
+        the logits, scores and lists of a few groups. Twice: those of graphs, and of a pass that is in none."""
         each_layer = 2 * max_blocks + 8 * num_slots
         passing = 20 * max_blocks + (1 + NUM_FETCHERS) * 24 * num_slots
-        return 2 * max_entries * kv_heads * (num_layers * each_layer + LAYERS_AT_ONCE * passing)
+        heads = model.num_kv_heads * (model.num_layers * each_layer + LAYERS_AT_ONCE * passing)
+        return 2 * max_entries * (heads + LAYERS_AT_ONCE * model.num_heads * 8 * max_blocks)
 
     def run(self, num_entries: int) -> None:
         """Of the step whose foreground has been launched last, up to its logits. On the background's stream."""
@@ -75,16 +77,16 @@ class Background:
         order.begun.wait()
         entries = self._take_given(num_entries)
         order.taken.record()
-        ranked, plans = self._fetch(entries)
+        wanted, plans, lacking = self._fetch(entries)
         counters = torch.cat([group.counters(plan) for group, plan in zip(self._groups, plans, strict=True)])
         totals = counters.sum(dim=0)
-        again = self._runs_again(entries, totals)
+        again = (lacking > sets.retry_above[entries.own]) & ~sets.retried[entries.own] & (entries.lanes >= 0)
         self.again[:num_entries] = again
         order.ranked.record()
         self._count(entries, counters, totals)
         order.counted.record()
         with order.streams.finishing():
-            late = self._finish(entries, again, ranked)
+            late = self._finish(entries, again, wanted)
         order.streams.join()
         sets.late[entries.at] = late.sum(dim=0)
         sets.retried[entries.at] = again
@@ -106,20 +108,21 @@ class Background:
         sets.allowance.copy_(torch.where(takes_part[:-1], refilled, sets.allowance))
         return Entries(lanes, lanes.clamp_min(0), at, Ring(start, next_start, retiring), sets.step.clone())
 
-    def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan]]:
-        """What each group's lookahead rows want. Returns what is wanted, as from `rank`, and the plans."""
+    def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan], torch.Tensor]:
+        """What each group's lookahead rows want. Returns what is wanted, as from `rank`, the plans, and what is
+        lacking, the mean over layers and KV heads: [entries] float32."""
         sets, order = self._sets, self._order
         caps = torch.zeros_like(entries.lanes) if self._recalls else sets.cap[entries.own]
-        ranked, plans = [], []
+        wanted, plans, lacking = [], [], []
         for number, group in enumerate(self._groups):
             order.attended[number].wait()
             group.look_up()
-            scores, wanted = group.rank(entries.lanes, entries.ring.next_start)
+            ranked = group.rank(entries.lanes, entries.ring.start, entries.ring.next_start)
             plan = group.select(
                 entries.lanes,
-                wanted[:, LOOKAHEAD],
-                scores[:, LOOKAHEAD],
-                wanted[:, NORMAL],
+                ranked.wanted[:, LOOKAHEAD],
+                ranked.scores[:, LOOKAHEAD],
+                ranked.wanted[:, NORMAL],
                 entries.ring.start,
                 sets.allowance[group.part],
                 entries.step,
@@ -127,17 +130,10 @@ class Background:
             )
             with order.streams.fetching(number):
                 group.fetch(plan, entries.lanes, entries.step)
-            ranked.append(wanted)
+            wanted.append(ranked.wanted)
             plans.append(plan)
-        return ranked, plans
-
-    def _runs_again(self, entries: Entries, totals: torch.Tensor) -> torch.Tensor:
-        """[entries] bool: of what the normal row wants outside the ring, too large a share is not there."""
-        sets = self._sets
-        surprises, asked = totals[:, 3], totals[:, 4]
-        share = surprises / asked.clamp_min(1)
-        again = (share > sets.retry_above[entries.own]) & ~sets.retried[entries.own]
-        return again & (entries.lanes >= 0)
+            lacking.append(ranked.lacking.view(group.num_layers, -1, group.num_kv_heads))
+        return wanted, plans, torch.cat(lacking).mean(dim=(0, 2))
 
     def _count(self, entries: Entries, counters: torch.Tensor, totals: torch.Tensor) -> None:
         """counters: [layers, entries, 5], zero for who takes no part; totals: their sum over the layers."""
@@ -190,12 +186,13 @@ class Background:
         group.fetch(plan, lanes, step)
         return plan
 
-    def recall(self, layer: int, lanes: torch.Tensor, ring_start: torch.Tensor) -> None:
-        """Fetch all that the layer's normal rows want, in the foreground, before they attend. lanes, ring_start:
-        [entries], as they are given."""
+    def recall(self, layer: int, num_entries: int) -> None:
+        """Fetch all that the layer's normal rows want, in the foreground, before they attend. They rank what the
+        background will, so that nothing surprises it."""
         sets, group = self._sets, self._layers[layer]
-        _, wanted = group.rank(lanes, ring_start)
+        lanes, ring_start, end, _ = self.given[:, :num_entries]
+        wanted = group.rank(lanes, ring_start, end).wanted
         plan = self._take_all(group, lanes, wanted[:, NORMAL], ring_start, sets.step)
         counters = group.counters(plan)[0, :, :3]
         sets.by_layer[layer, :3] += counters.sum(dim=0)
-        self.recalled[: len(lanes)] += counters
+        self.recalled[:num_entries] += counters

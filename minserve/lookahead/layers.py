@@ -10,8 +10,9 @@ costs the foreground time, more so while the link is busy. On a CPU, where the c
 import torch
 
 from minserve.kernels.fetch_blocks import fetch_blocks
+from minserve.kernels.rank_blocks import Ranking, rank_blocks
 from minserve.kernels.retire_block import retire_block
-from minserve.kernels.score_blocks import score_blocks, wanted_blocks
+from minserve.kernels.score_blocks import score_blocks
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
 from minserve.kernels.sparse_rows import RING
 from minserve.memory.working_sets import WorkingSets
@@ -61,11 +62,8 @@ class LayerGroup:
             table = self._page_table.view(self.num_layers, -1, self._page_table.shape[1])
             torch.add(self._sets.page_table[:, : table.shape[2]], self._page_offsets, out=table)
 
-    def rank(self, lanes: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the queries that were kept: (scores float32, wanted bool), [entries, 2, kv_heads, blocks] each.
-
-        lanes, end: [entries] int64, blocks [1, end) are ranked.
-        """
+    def rank(self, lanes: torch.Tensor, ring_start: torch.Tensor, end: torch.Tensor) -> Ranking:
+        """By the queries that were kept. lanes, ring_start, end: [entries] int64, blocks [1, end) are ranked."""
         sets = self._sets
         columns = max(1, int(end.max())) if self._cut else sets.host_table.shape[1]
         own = lanes.clamp_min(0)
@@ -76,8 +74,9 @@ class LayerGroup:
             table = torch.where(places >= 0, places + self._digest_offsets, -1).flatten(0, 1)
             rows = torch.arange(len(table), device=table.device)
             rows = torch.where(self.repeat(lanes) >= 0, rows, -1)
-        scores = score_blocks(queries, self._digests, table, rows, self.repeat(end))
-        return scores, wanted_blocks(scores, sets.num_slots - 1)
+        logits = score_blocks(queries, self._digests, table, rows, self.repeat(end))
+        block_slot, own_start = self._maps.block_slot, self.repeat(ring_start)
+        return rank_blocks(logits, block_slot, self._lanes(lanes), own_start, sets.num_slots - 1)
 
     def select(
         self,
