@@ -1,6 +1,6 @@
 """Making a resident lane sparse, in its own pages: for each layer and KV head the best blocks move into its slots.
 
-    wanted = block 0 and the best K - 1 of [1, start), by the ranking of score_blocks.py
+    wanted = block 0 and the best K - 1 of [1, start), by the ranking of rank_blocks.py, nothing being in a slot
     slot s keeps block slot_blocks[s] where that is wanted; the wanted blocks whose page is no slot's, the lowest first,
     go into the other slots, the lowest first, of the first min(start, K)
 
@@ -14,7 +14,8 @@ in every step.
 import torch
 
 from minserve.kernels.build_digests import build_digests
-from minserve.kernels.score_blocks import score_blocks, wanted_blocks
+from minserve.kernels.rank_blocks import rank_blocks
+from minserve.kernels.score_blocks import LOOKAHEAD, score_blocks
 from minserve.kernels.select_blocks import SlotMaps
 
 
@@ -29,18 +30,21 @@ def rank_for_demotion(
     """
     num_layers, num_pages = kv.shape[:2]
     num_places, start, device = digests.shape[1], len(pages), kv.device
-    layer = torch.arange(num_layers, device=device)[:, None]
+    lanes = torch.arange(num_layers, device=device)
+    layer = lanes[:, None]
     flat = digests.view(-1, *digests.shape[2:])
     own = (layer * num_places + places).contiguous()
     build_digests(kv.view(-1, *kv.shape[2:]), flat, (layer * num_pages + pages).flatten(), own.flatten())
-    scores = score_blocks(
+    end = torch.full_like(lanes, start)
+    logits = score_blocks(
         query[:, None].expand(-1, 2, -1, -1).contiguous(),
         flat,
         own.to(torch.int32),
-        torch.arange(num_layers, device=device),
-        torch.full((num_layers,), start, device=device),
+        lanes,
+        end,
     )
-    wanted = wanted_blocks(scores[:, 0].contiguous(), count - 1)
+    no_slot = torch.full((num_layers, kv.shape[2], start), -1, dtype=torch.int32, device=device)
+    wanted = rank_blocks(logits, no_slot, lanes, end, count - 1).wanted[:, LOOKAHEAD].contiguous()
     wanted[..., 0] = True
     return wanted
 

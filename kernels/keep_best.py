@@ -7,22 +7,31 @@ A threshold says it all: what is above it is kept, and of what is level with it 
 halving the interval of integers from the least to the greatest, which counts the row once for each half: 32 times at
 most, and mostly about 12, because the search ends as soon as exactly `count` are above. So the result depends on the
 row alone and not on the order in which anything runs.
-
-The torch reference is that of `wanted_blocks` (score_blocks.py), which asks the same of rows of scores.
 """
 
 from typing import Any
 
+import torch
+
 from minserve.kernels.lang import tl, triton
 
-NUMBERS_PER_WARP = 1024
-"""A count within a warp is one instruction behind the comparisons; among warps it is a barrier and more, each time."""
 
-
-def row_shape(length: int) -> dict[str, int]:
-    """The block that holds a row, and the warps for it, as arguments of a launch."""
+def row_shape(length: int, numbers_per_warp: int) -> dict[str, int]:
+    """The block that holds a row, and the warps for it, as arguments of a launch. A count within a warp is one
+    instruction behind the comparisons; among warps it is a barrier and more, each time."""
     width = triton.next_power_of_2(max(length, 1))
-    return {"width": width, "num_warps": min(max(width // NUMBERS_PER_WARP, 1), 16)}
+    return {"width": width, "num_warps": min(max(width // numbers_per_warp, 1), 16)}
+
+
+def keep_best_reference(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The same of rows of scores, -inf where not ranked: [..., length] bool. scores: [..., length] float32."""
+    if count == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    best = scores.topk(min(count, scores.shape[-1]), dim=-1, sorted=False).values
+    threshold = best.amin(dim=-1, keepdim=True)
+    above, level = scores > threshold, (scores == threshold) & (scores > -torch.inf)
+    room = count - above.sum(dim=-1, keepdim=True)
+    return above | (level & (level.cumsum(dim=-1) <= room))
 
 
 @triton.jit

@@ -29,6 +29,8 @@ from minserve.kernels.slots import SlotMaps, are_wanted, evictable_slots, evicti
 
 __all__ = ["FetchPlan", "SlotMaps", "select_blocks"]
 
+NUMBERS_PER_WARP = 256
+
 
 class FetchPlan(NamedTuple):
     """blocks, slots: [entries, kv_heads, C] int32, a head's fetches by block, and -1 behind them.
@@ -59,9 +61,9 @@ def select_blocks(
 ) -> FetchPlan:
     """Plans, and notes the step in maps.slot_used for slots whose block is wanted. The other maps stay as they are.
 
-    wanted, scores, normal_wanted: [entries, kv_heads, blocks], from `wanted_blocks` of the lookahead row, what it was
-        given (float32), and the same of the normal row; blocks <= max_blocks, and any that a slot holds is among them.
-        Rows of one tensor: an entry's heads are contiguous
+    wanted, scores, normal_wanted: [entries, kv_heads, blocks], from `rank_blocks`, of the lookahead row, its scores
+        (float32), and of the normal row; blocks <= max_blocks, and any that a slot holds is among them. Rows of one
+        tensor: an entry's heads are contiguous
     lanes: [entries] int64, no lane twice, -1: padding; sparse: [num_lanes] bool, others than sparse lanes do nothing
     ring_start: [entries] int64, the first block in the ring of this step's rows
     allowance: [num_lanes] int32, how many blocks the lane may fetch in this layer, over all heads; not negative. It is
@@ -335,7 +337,7 @@ def select_blocks_triton(
         slot_width,
         cap_width,
         caps is not None,
-        **row_shape(num_blocks),
+        **row_shape(num_blocks, NUMBERS_PER_WARP),
     )
     _admit_kernel[(entries * kv_heads,)](
         is_wanted,
@@ -355,6 +357,6 @@ def select_blocks_triton(
         kv_heads,
         slot_width,
         cap_width,
-        **row_shape(triton.next_power_of_2(kv_heads) * cap_width),
+        **row_shape(triton.next_power_of_2(kv_heads) * cap_width, NUMBERS_PER_WARP),
     )
     return FetchPlan(blocks, slots, counters)

@@ -8,7 +8,7 @@ goes over the link at the link's.
 import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -54,9 +54,12 @@ def random_maps() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return slot_block.int(), ints(*shape, SLOTS, end=1000), block_slot
 
 
-def rank_parts(lanes: torch.Tensor, end: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Of score_blocks and wanted_blocks, and what comes out."""
-    from minserve.kernels import keep_best, score_blocks
+WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (256, 512, 1024, 2048))
+
+
+def rank_parts(lanes: torch.Tensor, end: torch.Tensor, block_slot: torch.Tensor) -> Iterator[tuple[Part, Any]]:
+    """Of score_blocks and rank_blocks, and what comes out."""
+    from minserve.kernels import rank_blocks, score_blocks
 
     queries, digests = random(LANES, 2, HEADS, HEAD_DIM), random(LANES * BLOCKS, KV_HEADS, 2, HEAD_DIM)
     table = torch.randperm(LANES * BLOCKS, device=DEVICE).int().view(LANES, BLOCKS)
@@ -64,32 +67,31 @@ def rank_parts(lanes: torch.Tensor, end: torch.Tensor) -> Iterator[tuple[Part, t
     variants = ((32, 2, 4, 1024), (64, 4, 2, 1024), (64, 4, 4, 1024), (64, 4, 3, 512), (64, 4, 3, 2048))
     names = ("TILE", "NUM_WARPS", "NUM_STAGES", "PROGRAMS")
     tiles = tuple(dict(zip(names, variant)) for variant in variants)
-    scores = score()
-    num_bytes = 2.0 * digests.numel() + 4.0 * scores.numel()
-    yield Part("score_blocks", score, *on_device(num_bytes), (score_blocks, tiles)), scores
-    want = functools.partial(score_blocks.wanted_blocks, scores, SLOTS - 1)
-    yield Part("wanted_blocks", want, *on_device(5.0 * scores.numel()), (keep_best, WIDTHS)), want()
-
-
-WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (256, 512, 2048))
+    logits = score()
+    num_bytes = 2.0 * digests.numel() + 4.0 * logits.numel()
+    yield Part("score_blocks", score, *on_device(num_bytes), (score_blocks, tiles)), logits
+    rank = functools.partial(rank_blocks.rank_blocks, logits, block_slot, lanes, end, SLOTS - 1)
+    num_bytes = 4.0 * logits.numel() + (2 * 5.0 + 4.0) * block_slot.numel()
+    yield Part("rank_blocks", rank, *on_device(num_bytes), (rank_blocks, WIDTHS)), rank()
 
 
 def layer_parts() -> Iterator[Part]:
-    from minserve.kernels import fetch_blocks, keep_best
+    from minserve.kernels import fetch_blocks, select_blocks
     from minserve.kernels.retire_block import retire_block
     from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
-    from minserve.kernels.select_blocks import SlotMaps, select_blocks
+    from minserve.kernels.slots import SlotMaps
     from minserve.kernels.sparse_rows import RING
 
     lanes, start = torch.arange(LANES, device=DEVICE), torch.full((LANES,), BLOCKS - 3, device=DEVICE)
-    (score_part, scores), (want_part, wanted) = rank_parts(lanes, start)
-    yield from (score_part, want_part)
-    ranking = (wanted[:, LOOKAHEAD], scores[:, LOOKAHEAD], wanted[:, NORMAL])
     maps, step = SlotMaps(*random_maps()), ints(1, end=1)
+    (score_part, _), (rank_part, (scores, wanted, _)) = rank_parts(lanes, start, maps.block_slot)
+    yield from (score_part, rank_part)
+    ranking = (wanted[:, LOOKAHEAD], scores[:, LOOKAHEAD], wanted[:, NORMAL])
     allowance = torch.full((LANES,), KV_HEADS * CAP, dtype=torch.int32, device=DEVICE)
-    select = functools.partial(select_blocks, *ranking, maps, lanes, lanes >= 0, start, allowance, step, CAP)
+    tables = (maps, lanes, lanes >= 0, start, allowance, step)
+    select = functools.partial(select_blocks.select_blocks, *ranking, *tables, CAP)
     plan = select()
-    yield Part("select_blocks", select, *on_device(10.0 * LANES * KV_HEADS * BLOCKS), (keep_best, WIDTHS))
+    yield Part("select_blocks", select, *on_device(10.0 * LANES * KV_HEADS * BLOCKS), (select_blocks, WIDTHS))
 
     page_table = torch.randperm(LANES * (SLOTS + RING), device=DEVICE).int().view(LANES, -1)
     kv = random(page_table.numel(), KV_HEADS, 2, BLOCK, HEAD_DIM)

@@ -48,10 +48,10 @@ memcheck() {
     linear.py::test_gates_far_from_zero
     merge_attention.py::test_merged_pieces_equal_one_softmax_over_all_keys
     norm_rope_store.py::test_nothing_is_stored_for_padding_and_its_neighbours_do_not_notice
+    rank_blocks.py::test_as_many_are_wanted_as_there_can_be_in_rows_of_any_length
     rms_norm.py::test_eps_bounds_what_a_row_of_nearly_nothing_becomes
     sampling.py::test_each_row_of_an_entry_draws_by_its_lane_at_a_position_of_its_own
-    score_blocks.py::test_as_many_are_wanted_as_there_can_be_in_rows_of_any_length
-    score_blocks.py::test_scores_of_any_number_of_blocks_are_those_in_higher_precision
+    score_blocks.py::test_logits_of_any_number_of_blocks_are_those_in_higher_precision
     select_blocks.py::test_the_plan_of_many_blocks_and_slots_follows_too
     silu_mul.py::test_large_gates_neither_overflow_nor_vanish
     sparse_rows.py::test_every_row_is_told_its_keys_in_an_order_and_where_its_own_goes

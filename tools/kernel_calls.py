@@ -30,10 +30,11 @@ from minserve.kernels.linear import (
 )
 from minserve.kernels.merge_attention import merge_attention_triton
 from minserve.kernels.norm_rope_store import norm_rope_store_triton
+from minserve.kernels.rank_blocks import rank_blocks_triton
 from minserve.kernels.retire_block import retire_block_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import SamplingState, draw_triton
-from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks_triton, wanted_blocks_triton
+from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks_triton
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.sparse_rows import RING, advance_ring_triton, sparse_rows_triton
@@ -178,8 +179,9 @@ def working_set_calls(work: Work) -> Iterator[Call]:
         q = work.floats(entries * per_entry, model.heads, model.head_dim)
         yield functools.partial(keep_queries_triton, q, lanes, lanes, work.floats(LANES, *queries.shape[1:]))
     yield functools.partial(score_blocks_triton, queries, digests, host_table[:, :RANKED_BLOCKS], lanes, lanes)
-    scores = empty(entries, 2, model.kv_heads, min(RANKED_BLOCKS, model.max_blocks), dtype=torch.float32)
-    yield functools.partial(wanted_blocks_triton, scores, SLOTS - 1)
+    logits = empty(entries, 2, model.heads, min(RANKED_BLOCKS, model.max_blocks), dtype=torch.float32)
+    yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)
+    scores = logits[:, :, : model.kv_heads].contiguous()
     wanted = scores.bool()
     ranking = (wanted[:, LOOKAHEAD], scores[:, LOOKAHEAD], wanted[:, NORMAL])
     for cap in CAPS:

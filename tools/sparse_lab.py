@@ -74,15 +74,16 @@ class ForcedSampler(Sampler):
 
 class WatchedBackground(Background):
     """Keeps what it ranked last, for whoever wants to see it. wanted: [layers, 2, kv_heads, blocks] bool, of one lane;
-    ring_start: the first block in its ring."""
+    ring_start: the first block in its ring; lacking: what its step decided by whether to run again."""
 
     wanted: torch.Tensor
     ring_start: int
+    lacking: float
 
-    def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan]]:
-        ranked, plans = super()._fetch(entries)
-        self.wanted, self.ring_start = torch.cat(ranked), int(entries.ring.start)
-        return ranked, plans
+    def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan], torch.Tensor]:
+        wanted, plans, lacking = super()._fetch(entries)
+        self.wanted, self.ring_start, self.lacking = torch.cat(wanted), int(entries.ring.start), float(lacking)
+        return wanted, plans, lacking
 
 
 class SparseLab:

@@ -176,7 +176,7 @@ def _on_gpu_for_host_blocks(
         if not has_sets:
             return number * scale_bytes
         entries = graph_sizes(machine.max_num_seqs)[-1]
-        passes = Background.bytes_for(model.num_layers, model.num_kv_heads, num_slots, max_blocks, entries)
+        passes = Background.bytes_for(model, num_slots, max_blocks, entries)
         passes += 4 * AT_ONCE * KVPages.bytes_per_page(model, machine.dtype)
         sets_bytes = WorkingSets.bytes_for(
             model,

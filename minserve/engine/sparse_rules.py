@@ -10,8 +10,9 @@ from minserve.engine.plan import SparsePolicy
 from minserve.errors import RequestError
 from minserve.protocol import MAX_DRAFT_TOKENS, SparseParams
 
-RETRY_ABOVE = 0.15
-"""The surprise above which a row runs again. With it, all needles were found, and 0-3% of a text ran again."""
+RETRY_ABOVE = 0.046
+"""What is lacking above which a row runs again: the least with which 3% of a text run again at most, and all needles
+were found that the digests rank (tools/NOTES.md, "What the ranking misses")."""
 
 MAX_VERIFIED = MAX_DRAFT_TOKENS - 1
 """Drafts that one step accepts and drafts of the next are 15 at most, together: the ring has no room for more."""

@@ -21,6 +21,7 @@ from minserve.kernels.sparse_rows import Ring
 from minserve.lookahead.layers import LAYERS_AT_ONCE, LayerGroup, Stack
 from minserve.lookahead.order import Order
 from minserve.memory.working_sets import WorkingSets
+from minserve.models.config import ModelConfig
 
 LANES, START, NEXT_START, RETIRING = range(4)
 """The rows of what is given."""
@@ -69,12 +70,13 @@ class Background:
         self._unlimited = torch.full((num_layers * sets.num_lanes,), unlimited, dtype=torch.int32, device=device)
 
     @staticmethod
-    def bytes_for(num_layers: int, kv_heads: int, num_slots: int, max_blocks: int, max_entries: int) -> int:
+    def bytes_for(model: ModelConfig, num_slots: int, max_blocks: int, max_entries: int) -> int:
         """Bytes that passes on a GPU need beside the working sets: what is wanted, and the plans, of all layers, and
-        the scores and lists of a few groups. Twice: those of graphs, and of a pass that is in none."""
+        the logits, scores and lists of a few groups. Twice: those of graphs, and of a pass that is in none."""
         each_layer = 2 * max_blocks + 8 * num_slots
         passing = 20 * max_blocks + 2 * 24 * num_slots
-        return 2 * max_entries * kv_heads * (num_layers * each_layer + LAYERS_AT_ONCE * passing)
+        heads = model.num_kv_heads * (model.num_layers * each_layer + LAYERS_AT_ONCE * passing)
+        return 2 * max_entries * (heads + LAYERS_AT_ONCE * model.num_heads * 8 * max_blocks)
 
     def run(self, num_entries: int) -> None:
         """Of the step whose foreground has been launched last, up to its logits. On the background's stream."""
@@ -82,16 +84,14 @@ class Background:
         order.begun.wait()
         entries = self._take_given(num_entries)
         order.taken.record()
-        ranked, plans = self._fetch(entries)
-        counters = torch.cat([group.counters(plan) for group, plan in zip(self._groups, plans, strict=True)])
-        totals = counters.sum(dim=0)
-        again = self._runs_again(entries, totals)
+        wanted, plans, lacking = self._fetch(entries)
+        again = (lacking > sets.retry_above[entries.own]) & ~sets.retried[entries.own] & (entries.lanes >= 0)
         self.again[:num_entries] = again
         order.ranked.record()
-        self._count(entries, counters, totals)
+        self._count(entries, torch.cat([group.counters(plan) for group, plan in zip(self._groups, plans, strict=True)]))
         order.counted.record()
         with order.streams.finishing():
-            late = self._finish(entries, again, ranked)
+            late = self._finish(entries, again, wanted)
         order.streams.join()
         sets.late[entries.at] = late.sum(dim=0)
         sets.retried[entries.at] = again
@@ -127,40 +127,34 @@ class Background:
         num_blocks = max(1, int(end.max())) if self._order.on_host else self._sets.host_table.shape[1]
         return Stack.of(self._sets, num_layers, lanes, num_blocks)
 
-    def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan]]:
-        """What each group's lookahead rows want. Returns what is wanted, as from `rank`, and the plans."""
+    def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan], torch.Tensor]:
+        """What each group's lookahead rows want. Returns what is wanted, as from `rank`, the plans, and what is
+        lacking, the mean over layers and KV heads: [entries] float32."""
         sets, order = self._sets, self._order
-        ranked, plans = [], []
+        wanted, plans, lacking = [], [], []
         for number, group in enumerate(self._groups):
             stack, (start, end, caps) = self._stacked(entries, group.num_layers)
             order.attended[number].wait()
-            scores, wanted = group.rank(stack, entries.own, end)
+            ranked = group.rank(stack, entries.own, start, end)
             plan = group.select(
                 stack.lanes,
-                wanted[:, LOOKAHEAD],
-                scores[:, LOOKAHEAD],
-                wanted[:, NORMAL],
+                ranked.wanted[:, LOOKAHEAD],
+                ranked.scores[:, LOOKAHEAD],
+                ranked.wanted[:, NORMAL],
                 start,
                 sets.allowance[group.part].flatten(),
                 entries.step,
                 caps,
             )
             group.fetch(plan, stack.lanes, entries.step, stack.page_table, order.streams.fetching(number))
-            ranked.append(wanted)
+            wanted.append(ranked.wanted)
             plans.append(plan)
-        return ranked, plans
+            lacking.append(ranked.lacking.view(group.num_layers, len(entries.lanes), -1))
+        return wanted, plans, torch.cat(lacking).mean(dim=(0, 2))
 
-    def _runs_again(self, entries: Entries, totals: torch.Tensor) -> torch.Tensor:
-        """[entries] bool: of what the normal row wants outside the ring, too large a share is not there."""
-        sets = self._sets
-        surprises, asked = totals[:, 3], totals[:, 4]
-        share = surprises / asked.clamp_min(1)
-        again = (share > sets.retry_above[entries.own]) & ~sets.retried[entries.own]
-        return again & (entries.lanes >= 0)
-
-    def _count(self, entries: Entries, counters: torch.Tensor, totals: torch.Tensor) -> None:
-        """counters: [layers, entries, 5], zero for who takes no part; totals: their sum over the layers."""
-        sets, num_entries = self._sets, len(totals)
+    def _count(self, entries: Entries, counters: torch.Tensor) -> None:
+        """counters: [layers, entries, 5], zero for who takes no part."""
+        sets, num_entries, totals = self._sets, len(entries.lanes), counters.sum(dim=0)
         spent = (counters[..., 1] - counters[..., 2]).to(torch.int32)
         sets.allowance.index_add_(1, entries.own, spent, alpha=-1)
         if self._recalls:
@@ -217,13 +211,14 @@ class Background:
         group.fetch(plan, lanes, step, stack.page_table)
         return plan
 
-    def recall(self, layer: int, lanes: torch.Tensor, ring_start: torch.Tensor) -> None:
-        """Fetch all that the layer's normal rows want, in the foreground, before they attend. lanes, ring_start:
-        [entries], as they are given."""
+    def recall(self, layer: int, num_entries: int) -> None:
+        """Fetch all that the layer's normal rows want, in the foreground, before they attend. They rank what the
+        background will, so that nothing surprises it."""
         sets, group = self._sets, self._layers[layer]
-        stack = self._stack(1, lanes, ring_start)
-        _, wanted = group.rank(stack, lanes.clamp_min(0), ring_start)
+        lanes, ring_start, end, _ = self.given[:, :num_entries]
+        stack = self._stack(1, lanes, end)
+        wanted = group.rank(stack, lanes.clamp_min(0), ring_start, end).wanted
         plan = self._take_all(group, stack, lanes, wanted[:, NORMAL], ring_start, sets.step)
         counters = group.counters(plan)[0, :, :3]
         sets.by_layer[layer, :3] += counters.sum(dim=0)
-        self.recalled[: len(lanes)] += counters
+        self.recalled[:num_entries] += counters

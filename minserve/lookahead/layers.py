@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from minserve.kernels.fetch_blocks import fetch_blocks
+from minserve.kernels.rank_blocks import Ranking, rank_blocks
 from minserve.kernels.retire_block import retire_block
-from minserve.kernels.score_blocks import score_blocks, wanted_blocks
+from minserve.kernels.score_blocks import score_blocks
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
 from minserve.kernels.sparse_rows import RING
 from minserve.memory.working_sets import WorkingSets
@@ -82,15 +83,16 @@ class LayerGroup:
         self._kv, self._digests = (table[self.part].flatten(0, 1) for table in (sets.kv, sets.digests))
         self._everybody = torch.ones(len(layers) * sets.num_lanes, dtype=torch.bool, device=sets.kv.device)
 
-    def rank(self, stack: Stack, own: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the queries that were kept: (scores float32, wanted bool), [layers * entries, 2, kv_heads, blocks] each.
+    def rank(self, stack: Stack, own: torch.Tensor, ring_start: torch.Tensor, end: torch.Tensor) -> Ranking:
+        """By the queries that were kept, of layers * entries.
 
-        own: [entries] int64, lanes with 0 in place of -1; end: [layers * entries] int64, blocks [1, end) are ranked.
+        own: [entries] int64, lanes with 0 in place of -1; ring_start, end: [layers * entries] int64, blocks [1, end) are
+        ranked.
         """
         sets = self._sets
         queries = sets.queries[self.part, own].flatten(0, 1)
-        scores = score_blocks(queries, self._digests, stack.places, stack.rows, end)
-        return scores, wanted_blocks(scores, sets.num_slots - 1)
+        logits = score_blocks(queries, self._digests, stack.places, stack.rows, end)
+        return rank_blocks(logits, self._maps.block_slot, stack.lanes, ring_start, sets.num_slots - 1)
 
     def select(
         self,

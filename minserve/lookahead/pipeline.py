@@ -24,10 +24,8 @@ class SparseStep:
     """The foreground of one step, from its first layer to its last. ahead: [entries] int64, which of a lane's rows
     looks ahead."""
 
-    def __init__(
-        self, lookahead: "Lookahead", rows: SparseRows, lanes: torch.Tensor, given: torch.Tensor, ahead: torch.Tensor
-    ) -> None:
-        self._lookahead, self._lanes, self._given, self._ahead = lookahead, lanes, given, ahead
+    def __init__(self, lookahead: "Lookahead", rows: SparseRows, lanes: torch.Tensor, ahead: torch.Tensor) -> None:
+        self._lookahead, self._lanes, self._ahead = lookahead, lanes, ahead
         self.rows = rows
 
     def enter(self, layer: int) -> None:
@@ -42,7 +40,7 @@ class SparseStep:
         lookahead = self._lookahead
         keep_queries(q, self._ahead, self._lanes, lookahead.sets.queries[layer])
         if lookahead.recalls:
-            lookahead.background.recall(layer, self._given[LANES], self._given[START])
+            lookahead.background.recall(layer, len(self._lanes))
 
     def leave(self, layer: int) -> None:
         """When it has attended."""
@@ -104,7 +102,7 @@ class Lookahead:
         self.order.begun.record()
         behind = torch.where(sets.looks_ahead[own], sets.num_verified[own] + 1, 0).clamp_max(last)
         # A lane that is resident yet is ranked by the last row there is, when it is demoted.
-        return SparseStep(self, rows, lanes, given, torch.where(takes_part, behind, last))
+        return SparseStep(self, rows, lanes, torch.where(takes_part, behind, last))
 
     def forget(self) -> None:
         """No lane takes part in a background that is launched now. Of nobody's step, in order to record it."""

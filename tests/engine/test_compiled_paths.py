@@ -26,10 +26,11 @@ from minserve.kernels.gather_pages import gather_keys_triton
 from minserve.kernels.keep_queries import keep_queries_triton
 from minserve.kernels.merge_attention import merge_attention_triton
 from minserve.kernels.norm_rope_store import norm_rope_store_triton
+from minserve.kernels.rank_blocks import rank_blocks_triton
 from minserve.kernels.retire_block import retire_block_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import draw_triton
-from minserve.kernels.score_blocks import score_blocks_triton, wanted_blocks_triton
+from minserve.kernels.score_blocks import score_blocks_triton
 from minserve.kernels.select_blocks import select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.sparse_rows import advance_ring_triton, sparse_rows_triton
@@ -100,7 +101,7 @@ SPARSE_KERNELS = {
     },
     "minserve.lookahead.layers": {
         "score_blocks": score_blocks_triton,
-        "wanted_blocks": wanted_blocks_triton,
+        "rank_blocks": rank_blocks_triton,
         "select_blocks": select_blocks_triton,
         "fetch_blocks": fetch_blocks_triton,
         "retire_block": retire_block_triton,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minserve.engine.plan import Fetched
-from tests.engine.tiny import tiny_engine
+from tests.engine.tiny import CONFIG, tiny_engine
 from tools.sparse_eval.command import main
 from tools.sparse_eval.follow import Seen, follow
 from tools.sparse_eval.looking_ahead import Agreement
@@ -25,7 +25,12 @@ UNTIL = len(TEXT) - 3
 
 def tiny_lab(folder):
     """A lane that has read PROMPT, and can be returned to."""
-    lab = SparseLab(tiny_engine(folder, sparse="never", max_num_seqs=1))
+    model = {
+        **CONFIG,
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 8,
+    }  # with norms, without which all blocks are alike
+    lab = SparseLab(tiny_engine(folder, model, sparse="never", max_num_seqs=1))
     lab.use(1)
     lab.read(PROMPT, 100, forced=TEXT[len(PROMPT) :])
     lab.decode(forced=TEXT[len(PROMPT) + 1 :])

@@ -11,7 +11,9 @@ from tests.engine.crowd import crowd
 from tests.engine.heads import write_head
 from tests.engine.tiny import CONFIG, finish, tiny_engine
 
-MODEL = {**CONFIG, "hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 3, "max_position_embeddings": 8192}
+SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 3, "max_position_embeddings": 8192}
+# With norms of queries and keys, without which all blocks are alike to them.
+MODEL = {**CONFIG, **SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
 PAGE_BYTES = 3 * 2 * 2 * BLOCK_SIZE * 8 * 4
 EVERY_BLOCK = 24
 """Slots for texts of up to 400 tokens, or so."""

@@ -1,6 +1,6 @@
 """A layer's working sets over many steps: rank, select, fetch, retire, attend, as a server does it.
 
-Keys, values and queries are small integers. So scores are exact, many are equal, and every page can be told by what it
+Keys, values and queries are small integers. So logits are exact, many are equal, and every page can be told by what it
 holds: it is compared with the text's own keys and values, of which the test keeps a plain copy.
 """
 
@@ -16,14 +16,16 @@ from minserve.kernels.build_digests import build_digests
 from minserve.kernels.decode_attention import decode_attention_reference, decode_batch
 from minserve.kernels.fetch_blocks import fetch_blocks, retire_block
 from minserve.kernels.fp8 import FP8
-from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks, wanted_blocks
+from minserve.kernels.rank_blocks import rank_blocks
+from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
 from minserve.kernels.sparse_rows import RING, advance_ring, sparse_attention_reference, sparse_rows
 from minserve.kernels.step_inputs import step_inputs_reference
 from minserve.kernels.store_blocks import store_blocks
 
-from .working_sets import assert_consistent, first_wanted, pages_for
+from .working_sets import assert_consistent, expected_logit, group_scores, pages_for
 
+INF = float("inf")
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
 MAX_BLOCKS, DRAFTS = 16, 3
 LANES = [2, -1, 0, 1]
@@ -83,7 +85,9 @@ class Server:
         """(queries, lengths, what they attend to) of a step's rows; writes the rows' keys and values."""
         lengths, rows = self.rows(ring)
         self.write(rows.places)
-        q = self.integers(len(lengths), KV_HEADS * GROUP, HEAD_DIM)
+        # Heads of different sizes: else blocks might be equal but for the order in which heads are summed.
+        q = self.integers(len(lengths), KV_HEADS, GROUP, HEAD_DIM) * torch.tensor([[1.0], [3.0]], device=self.device)
+        q = q.flatten(1, 2)
         batch = decode_batch(rows.page_table, rows.entries, rows.lengths, self.kv)
         return q, lengths, decode_attention_reference(q, self.kv, batch)
 
@@ -91,8 +95,9 @@ class Server:
         """Rank, select, fetch and retire: (queries of the lookahead row, plan)."""
         rows = q.view(len(LANES), 1 + DRAFTS, KV_HEADS * GROUP, HEAD_DIM)
         queries = torch.stack((rows[:, DRAFTS], rows[:, 0]), dim=1)
-        scores = score_blocks(queries, self.digests, self.host_table, self.lanes, ring.next_start)
-        wanted = wanted_blocks(scores, self.num_slots - 1)
+        logits = score_blocks(queries, self.digests, self.host_table, self.lanes, ring.next_start)
+        block_slot = self.maps.block_slot
+        scores, wanted, _ = rank_blocks(logits, block_slot, self.lanes, ring.start, self.num_slots - 1)
         plan = select_blocks(
             wanted[:, LOOKAHEAD],
             scores[:, LOOKAHEAD],
@@ -125,15 +130,13 @@ class Server:
         pages, places = [*pages, -1], [*places, -1]
         build_digests(self.kv, self.digests, *(torch.tensor(each, device=self.device) for each in (pages, places)))
 
-    def wanted(self, lane, head, query, end):
-        """The best blocks by the keys of the text itself."""
-        scores = [-float("inf")] * MAX_BLOCKS
-        for block in range(1, end):
-            keys = self.text[lane, block, head, 0]
-            least, most = keys.amin(0).tolist(), keys.amax(0).tolist()
-            heads = query[head * GROUP : (head + 1) * GROUP].tolist()
-            scores[block] = sum(max(x * a, x * b) for q in heads for x, a, b in zip(q, least, most))
-        return first_wanted(scores, self.num_slots - 1)
+    def scores(self, lane, head, query, end):
+        """[end] floats, by the keys of the text itself and what was in slots."""
+        keys = self.text[lane, 1:end, head, 0]
+        extremes = list(zip(keys.amin(1).tolist(), keys.amax(1).tolist()))
+        heads = query[head * GROUP : (head + 1) * GROUP].tolist()
+        logits = [[-INF, *(expected_logit(q, *own) for own in extremes)] for q in heads]
+        return group_scores(logits, self.held_before[lane][head])[0]
 
     def held(self, lane, head):
         """The blocks in a head's slots, whose pages hold what the text says."""
@@ -158,6 +161,7 @@ def run(server, check):
             if lane >= 0:
                 expected = oracle[number] if SPARSE[lane] else dense_attention(server, q[number], lane, length)
                 assert torch.allclose(attended[number], expected, atol=1e-5)
+        server.held_before = [[server.held(lane, head) for head in range(KV_HEADS)] for lane in range(3)]
         queries, plan = server.background(ring, q)
         assert_consistent(server.maps, server.ring_start.tolist())
         for lane in (0, 2):
@@ -183,8 +187,12 @@ def test_without_a_cap_slots_hold_block_0_and_the_best_by_the_last_ranking(num_s
             if lane in (0, 2):
                 end = ring.next_start[entry].item()
                 for head in range(KV_HEADS):
-                    best = server.wanted(lane, head, queries[entry], end)
-                    assert sorted(server.held(lane, head)) == sorted(best | ({0} if end else set()))
+                    held = server.held(lane, head)
+                    assert len(held) == min(num_slots, end)
+                    scores = dict(enumerate(server.scores(lane, head, queries[entry], end))) if end else {}
+                    assert scores.pop(0, None) is None or 0 in held
+                    best, others = ([scores[b] for b in scores if (b in held) == each] for each in (True, False))
+                    assert min(best, default=INF) > max(others, default=-INF) - 1e-4
         assert not plan.counters[..., 2].any()
 
     run(server, check)
@@ -280,8 +288,8 @@ def test_no_operation_looks_at_what_tensors_hold():
     rows = sparse_rows(ints(6, dtype=torch.int64), ints(6, dtype=torch.int64), table, sparse, lanes, ring.start, slots)
     assert rows.page_table.shape == (entries, columns)
     queries = torch.empty(entries, 2, 6, 8, device="meta")
-    scores = score_blocks(queries, digests, host_table, lanes, ring.next_start)
-    wanted = wanted_blocks(scores, slots - 1)
+    logits = score_blocks(queries, digests, host_table, lanes, ring.next_start)
+    scores, wanted, _ = rank_blocks(logits, maps.block_slot, lanes, ring.start, slots - 1)
     q = torch.empty(6, 6, 8, device="meta")
     sparse_attention_reference(q, kv, table, maps.slot_block, lanes, rows.lengths, ring.start)
     arguments = (wanted[:, 0], scores[:, 0], wanted[:, 1], maps, lanes, sparse, ring.start, ints(num_lanes), step, 2)

@@ -1,5 +1,6 @@
 """Lanes with working sets in any state that the rules allow, as plain lists and as tensors, for the tests beside it."""
 
+import math
 import random
 
 import torch
@@ -77,6 +78,23 @@ def first_wanted(scores, count):
     """Of one head's list of scores, the count best, lower blocks first: a set of blocks."""
     ranked = [block for block, score in enumerate(scores) if score > -float("inf")]
     return set(sorted(ranked, key=lambda block: (-scores[block], block))[:count])
+
+
+def expected_logit(q, least, most):
+    """What one query expects to find in a block of these extremes; lists of head_dim numbers."""
+    terms = (x * (a + b) / 2 + abs(x) * (b - a) / 4 for x, a, b in zip(q, least, most))
+    return sum(terms) / math.sqrt(len(q))
+
+
+def group_scores(logits, held=()):
+    """[blocks] scores of a KV head's [group][blocks] logits, a lead for blocks that are held; shares of each head."""
+    shares, scores = [], [0.0] * len(logits[0])
+    for own in logits:
+        norm = math.log(sum(math.exp(logit) for logit in own)) if max(own) > -math.inf else 0.0
+        shares.append([math.exp(logit - norm) for logit in own])
+        scores = [score + math.exp(logit - norm / 2) for score, logit in zip(scores, own)]
+    scores = [math.log(score) if score > 0 else -math.inf for score in scores]
+    return [score + 0.5 * (block in held) for block, score in enumerate(scores)], shares
 
 
 def mask(sets, num_blocks, device):

@@ -76,9 +76,7 @@ class Sizes:
             num_host_blocks=num_requests * self.num_blocks,
         )
         entries = graph_sizes(num_requests)[-1]
-        passes = Background.bytes_for(
-            self.model.num_layers, self.model.num_kv_heads, self.num_slots, self.num_blocks, entries
-        )
+        passes = Background.bytes_for(self.model, self.num_slots, self.num_blocks, entries)
         scales = self.num_blocks * HostPool.device_bytes_per_block(self.model, self.host_dtype)
         own = self.pages_per_lane * self.block_bytes + scales + self.draft_bytes
         return num_requests * own + lanes + sets + passes
