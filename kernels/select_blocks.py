@@ -171,33 +171,11 @@ def _store_numbers(out, numbers, chosen, count, cap, cap_width: tl.constexpr):
 
 @triton.jit(do_not_specialize=["cap"])
 def _find_candidates_kernel(
-    wanted,
-    scores,
-    normal_wanted,
-    slot_block,
-    slot_used,
-    block_slot,
-    lanes,
-    sparse,
-    ring_start,
-    step,
-    caps,
-    candidates,
-    candidate_scores,
-    counters,
-    wanted_stride,
-    scores_stride,
-    normal_stride,
-    num_blocks,
-    max_blocks,
-    num_slots,
-    cap,
-    kv_heads: tl.constexpr,
-    slot_width: tl.constexpr,
-    cap_width: tl.constexpr,
-    has_caps: tl.constexpr,
+    wanted, scores, normal_wanted, slot_block, slot_used, block_slot, lanes, sparse, ring_start, step, caps, candidates,
+    candidate_scores, counters, wanted_stride, scores_stride, normal_stride, num_blocks, max_blocks, num_slots, cap,
+    kv_heads: tl.constexpr, slot_width: tl.constexpr, cap_width: tl.constexpr, has_caps: tl.constexpr,
     width: tl.constexpr,
-):
+):  # fmt: skip
     """One program for one KV head of an entry. Strides: from one entry to the next. Widths: the number of slots, cap,
     and num_blocks, rounded up to powers of two."""
     entry = (tl.program_id(0) // kv_heads).to(tl.int64)
@@ -246,25 +224,10 @@ def _find_candidates_kernel(
 
 @triton.jit(do_not_specialize=["cap"])
 def _admit_kernel(
-    wanted,
-    slot_block,
-    slot_used,
-    lanes,
-    allowance,
-    candidates,
-    candidate_scores,
-    blocks,
-    slots,
-    counters,
-    wanted_stride,
-    num_blocks,
-    num_slots,
-    cap,
-    kv_heads: tl.constexpr,
-    slot_width: tl.constexpr,
-    cap_width: tl.constexpr,
-    width: tl.constexpr,
-):
+    wanted, slot_block, slot_used, lanes, allowance, candidates, candidate_scores, blocks, slots, counters,
+    wanted_stride, num_blocks, num_slots, cap,
+    kv_heads: tl.constexpr, slot_width: tl.constexpr, cap_width: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
     """One program for one KV head of an entry. width: kv_heads, rounded up to a power of two, times cap_width."""
     entry = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = tl.program_id(0) % kv_heads
@@ -314,49 +277,14 @@ def select_blocks_triton(
     slot_width, cap_width = (triton.next_power_of_2(max(size, 1)) for size in (num_slots, cap))
     is_wanted = wanted.view(torch.uint8)
     _find_candidates_kernel[(entries * kv_heads,)](
-        is_wanted,
-        scores,
-        normal_wanted.view(torch.uint8),
-        *maps,
-        lanes,
-        sparse.view(torch.uint8),
-        ring_start,
-        step,
-        ring_start if caps is None else caps,
-        candidates,
-        candidate_scores,
-        counters,
-        wanted.stride(0),
-        scores.stride(0),
-        normal_wanted.stride(0),
-        num_blocks,
-        maps.block_slot.shape[2],
-        num_slots,
-        cap,
-        kv_heads,
-        slot_width,
-        cap_width,
-        caps is not None,
-        **row_shape(num_blocks, NUMBERS_PER_WARP),
-    )
+        is_wanted, scores, normal_wanted.view(torch.uint8), *maps, lanes, sparse.view(torch.uint8), ring_start, step,
+        ring_start if caps is None else caps, candidates, candidate_scores, counters, wanted.stride(0),
+        scores.stride(0), normal_wanted.stride(0), num_blocks, maps.block_slot.shape[2], num_slots, cap, kv_heads,
+        slot_width, cap_width, caps is not None, **row_shape(num_blocks, NUMBERS_PER_WARP),
+    )  # fmt: skip
     _admit_kernel[(entries * kv_heads,)](
-        is_wanted,
-        maps.slot_block,
-        maps.slot_used,
-        lanes,
-        allowance,
-        candidates,
-        candidate_scores,
-        blocks,
-        slots,
-        counters,
-        wanted.stride(0),
-        num_blocks,
-        num_slots,
-        cap,
-        kv_heads,
-        slot_width,
-        cap_width,
+        is_wanted, maps.slot_block, maps.slot_used, lanes, allowance, candidates, candidate_scores, blocks, slots,
+        counters, wanted.stride(0), num_blocks, num_slots, cap, kv_heads, slot_width, cap_width,
         **row_shape(triton.next_power_of_2(kv_heads) * cap_width, NUMBERS_PER_WARP),
-    )
+    )  # fmt: skip
     return FetchPlan(blocks, slots, counters)

@@ -54,7 +54,7 @@ class SparseDetails(msgspec.Struct):
     """What the working set of a request did that was sparse: in blocks of one KV head of one layer, over all steps.
 
     from_token: the first token whose KV was computed from a part of the KV before it. steps: from there on; retries:
-    those that ran again, since much of what they wanted was not there. hit_rate: the share of the blocks wanted for the
+    those that ran again, since what they wanted most was not there. hit_rate: the share of the blocks wanted for the
     next step that were there already; null if none was wanted. misses: the others; cut_misses: those of them that
     were not fetched. asked: blocks that a step's own token wanted; surprises: those that it had to do without.
     bytes_fetched: from host memory.

@@ -77,9 +77,9 @@ class SparsePolicy:
     """How a sparse lane chooses its blocks.
 
     looks_ahead: by the draft row behind those that it verifies, else by the normal row. num_verified: drafts that one
-    step accepts at most. cap: blocks that a KV head of a layer takes in per step at most. retry_above: the surprise
-    (share of what the normal row wants that is not there, mean over layers and heads) above which a step accepts
-    nothing, fetches what that row wants, and runs again; None: never.
+    step accepts at most. cap: blocks that a KV head of a layer takes in per step at most. retry_above: the share of
+    the normal row's attention, as expected by digests, in blocks that it wants and has not (mean over layers and heads)
+    above which a step accepts nothing, fetches these, and runs again; None: never.
     """
 
     looks_ahead: bool

@@ -41,21 +41,22 @@ def followed(lab, start, policy, text=TEXT):
     return list(follow(lab, start, policy, UNTIL, text))
 
 
-def seen(ahead, normal, right, tokens=(1,)):
+def seen(ahead, normal, right, tokens=(1,), lacking=0.0):
     """A step of one layer and one head, by the blocks that it wants of 8."""
     sets = [torch.zeros(1, 1, 8, dtype=torch.bool).index_fill_(2, torch.tensor(own), True) for own in (ahead, normal)]
     fetched = Fetched(hits=0, misses=0, cut=0, surprises=1, asked=len(normal))
-    return Seen(list(tokens), [], [], fetched, *sets, right)
+    return Seen(list(tokens), [], [], fetched, *sets, right, lacking)
 
 
 def test_agreement_is_the_share_of_what_a_step_wants_that_the_step_before_expected():
     agreement = Agreement(num_layers=1)
-    agreement.add([seen([1, 2], [1], True), seen([3, 4], [1, 5], False), seen([1], [3, 4, 6, 7], True)])
+    steps = [seen([1, 2], [1], True), seen([3, 4], [1, 5], False, lacking=0.5), seen([1], [3, 4, 6, 7], True)]
+    agreement.add(steps)
     row = agreement.row()
     assert row["when_right"] == 1 / 2
     assert row["when_wrong"] == 2 / 4
     assert row["agreement"] == row["worst_layer"] == 3 / 6
-    assert (row["right"], row["surprise"], row["steps"]) == (2 / 3, 3 / 7, 3)
+    assert (row["right"], row["lacking"], row["steps"]) == (2 / 3, 0.5 / 3, 3)
 
 
 def test_a_step_that_runs_again_expects_nothing():

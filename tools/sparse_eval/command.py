@@ -148,8 +148,8 @@ class Evaluation:
 
 SHOWN = {
     "loss": ("policy", "K", "cap", "above_dense", "error", "same_token", "tokens"),
-    "agreement": ("policy", "text", "right", "agreement", "when_right", "when_wrong", "worst_layer", "surprise"),
-    "speed": ("policy", "text", "tokens_per_step", "agreement", "surprise"),
+    "agreement": ("policy", "text", "right", "agreement", "when_right", "when_wrong", "worst_layer", "lacking"),
+    "speed": ("policy", "text", "tokens_per_step", "agreement", "lacking"),
 }
 """The columns of a question's table, where they are not all."""
 

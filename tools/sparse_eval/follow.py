@@ -21,7 +21,7 @@ class Seen(NamedTuple):
 
     ahead, normal: [layers, kv_heads, blocks] bool, what the next step is expected to want, and what this one wanted
     outside the ring; None of a resident lane. right: the draft that looks ahead, and those before it, are what the text
-    goes on with; False where no draft looks ahead.
+    goes on with; False where no draft looks ahead. lacking: of its attention, as `rank_blocks` has it, the mean.
     """
 
     tokens: list[int]
@@ -31,6 +31,7 @@ class Seen(NamedTuple):
     ahead: torch.Tensor | None
     normal: torch.Tensor | None
     right: bool
+    lacking: float
 
 
 def follow(lab: SparseLab, start: Snapshot, policy: Policy, until: int, text: Sequence[int] = ()) -> Iterator[Seen]:
@@ -60,14 +61,14 @@ def _seen(lab: SparseLab, policy: Policy, step: Step) -> Seen:
     logprobs = rows.log_softmax(dim=-1).gather(1, lab.sampler.drawn[: len(rows), None])[:, 0]
     losses, best = (-logprobs).tolist(), rows.argmax(dim=-1).tolist()
     if not policy.num_slots:
-        return Seen(step.tokens, losses, best, None, None, None, False)
+        return Seen(step.tokens, losses, best, None, None, None, False, 0.0)
     assert step.fetched is not None
     watched = lab.lookahead.background
     ahead, normal = watched.wanted[:, LOOKAHEAD], watched.wanted[:, NORMAL, :, : watched.ring_start]
     # The row that looks ahead is the one behind the verified ones, or the last.
     behind = min(policy.num_verified + 1, len(step.drafts))
     right = policy.looks_ahead and behind > 0 and step.drawn[:behind] == step.drafts[:behind]
-    return Seen(step.tokens, losses, best, step.fetched, ahead, normal, right)
+    return Seen(step.tokens, losses, best, step.fetched, ahead, normal, right, watched.lacking)
 
 
 def _check(policy: Policy, seen: Seen, before: Seen | None) -> None:
@@ -80,7 +81,7 @@ def _check(policy: Policy, seen: Seen, before: Seen | None) -> None:
     assert fetched.misses >= fetched.cut >= 0, fetched
     assert fetched.asked == int(normal.sum()) >= fetched.surprises >= 0, fetched
     if policy.recalls:
-        assert fetched.surprises == fetched.cut == 0, fetched
+        assert fetched.surprises == fetched.cut == seen.lacking == 0, seen
         return
     # What a step that had to run again fetched for its own row is counted in the next one.
     late = fetched.hits + fetched.misses - int(ahead[..., :ring_start].sum())

@@ -29,7 +29,7 @@ class Agreement:
     def __init__(self, num_layers: int) -> None:
         self.hits, self.wanted = torch.zeros(2, 2, num_layers, dtype=torch.int64)
         self.num_steps = self.num_tokens = self.num_right = self.num_drafted = 0
-        self.surprises = self.asked = 0
+        self.lacking = 0.0
 
     def add(self, steps: Iterable[Seen]) -> None:
         """One lane's steps, in order."""
@@ -39,8 +39,7 @@ class Agreement:
             self.num_steps += 1
             self.num_tokens += len(seen.tokens)
             self.num_right += seen.right
-            self.surprises += seen.fetched.surprises
-            self.asked += seen.fetched.asked
+            self.lacking += seen.lacking
             if before is not None and before.tokens:
                 self._add_pair(before, seen)
             before = seen
@@ -61,7 +60,7 @@ class Agreement:
             "when_right": _share(self.hits[1].sum(), self.wanted[1].sum()),
             "when_wrong": _share(self.hits[0].sum(), self.wanted[0].sum()),
             "worst_layer": min(by_layer) if (by_layer := _shares(self.hits.sum(0), self.wanted.sum(0))) else None,
-            "surprise": self.surprises / max(self.asked, 1),
+            "lacking": self.lacking / max(self.num_steps, 1),
             "steps": self.num_steps,
             "by_layer": by_layer,
             "by_layer_when_right": _shares(self.hits[1], self.wanted[1]),

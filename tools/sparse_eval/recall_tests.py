@@ -60,7 +60,7 @@ def _row(bench: Bench, policy: Policy, traffic: Traffic, trials: Sequence[Trial]
         "score": mean(trial.score for trial in own),
         "trials": len(own),
         "retries": moved["retries"],
-        "surprise": moved["surprise"],
+        "lacking": moved["lacking"],
         "fetched": moved["fetched"],
         "bytes_per_step": moved["bytes_per_step"],
         "question_steps": moved["steps"] / len(own),

@@ -17,23 +17,25 @@ class Traffic:
     """Sums over steps."""
 
     def __init__(self) -> None:
-        self.hits = self.misses = self.cut = self.surprises = self.asked = 0
+        self.hits = self.misses = self.cut = self.surprises = 0
         self.num_steps = self.num_tokens = self.num_again = 0
+        self.lacking = 0.0
 
     def add(self, steps: Iterable[Seen]) -> None:
         for seen in steps:
             self.num_steps += 1
             self.num_tokens += len(seen.tokens)
             self.num_again += not seen.tokens
+            self.lacking += seen.lacking
             if seen.fetched is not None:
                 self.hits += seen.fetched.hits
                 self.misses += seen.fetched.misses
                 self.cut += seen.fetched.cut
                 self.surprises += seen.fetched.surprises
-                self.asked += seen.fetched.asked
 
     def row(self, bench: Bench) -> Row:
-        """For a step and one KV head of one layer, but bytes and retries."""
+        """For a step and one KV head of one layer, but bytes and retries. lacking: what a step decides by whether to
+        run again."""
         steps = max(self.num_steps, 1)
         each = steps * bench.heads
         moved = (self.misses - self.cut) * bench.piece_bytes
@@ -43,7 +45,7 @@ class Traffic:
             "cut": self.cut / each,
             "fetched": (self.misses - self.cut) / each,
             "surprises": self.surprises / each,
-            "surprise": self.surprises / max(self.asked, 1),
+            "lacking": self.lacking / steps,
             "bytes_per_step": moved / steps,
             "bytes_per_token": moved / max(self.num_tokens, 1),
             "retries": self.num_again / steps,
