@@ -119,11 +119,13 @@ def test_as_many_requests_fit_as_have_memory(tmp_path):
         assert sizes.memory(max(most, 1)) <= memory or most == 0
         assert sizes.memory(most + 1) > memory
     block = 2 * 16 * 64 * 4 * LAYERS * KV_HEADS
-    assert (sizes.block_bytes, sizes.digest_bytes) == (block, block // 8 // 2)
-    pages_and_digests = (8 + 3) * block + 64 * block // 16 + 1000
+    # Of 16 keys and values of 4 bytes a number, two numbers of a byte for each half of the keys' coordinates, twice.
+    digest = LAYERS * KV_HEADS * 2 * 2 * 32
+    assert (sizes.block_bytes, sizes.digest_bytes) == (block, digest)
+    pages_and_digests = (8 + 3) * block + 64 * digest + 1000
     assert sizes.memory(101) - sizes.memory(100) > pages_and_digests
     fp8 = replace(sizes, host_dtype=FP8)
-    assert (fp8.block_bytes, fp8.digest_bytes, fp8.piece_bytes) == (block, block // 16, sizes.piece_bytes // 4)
+    assert (fp8.block_bytes, fp8.digest_bytes, fp8.piece_bytes) == (block, digest, sizes.piece_bytes // 4)
     scales = 64 * LAYERS * KV_HEADS * 2 * 4
     assert fp8.memory(101) - sizes.memory(101) == 101 * scales
 

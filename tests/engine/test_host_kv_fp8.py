@@ -6,7 +6,7 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.fp8_blocks import dequantize_blocks
 from tests.engine.test_sparse_requests import EVERY_BLOCK, NEW, PAGE_BYTES, engine, request, texts, traffic
-from tests.engine.test_working_sets import PROMPT, check, lab, policy
+from tests.engine.test_working_sets import MODEL, PROMPT, check, lab, policy
 from tests.engine.test_working_sets import texts_and_logits as lab_texts
 from tests.engine.tiny import finish, tiny_engine
 from tools.sparse_lab import SparseLab
@@ -36,7 +36,7 @@ def test_pages_hold_what_the_maps_say_after_every_step(tmp_path, num_drafts, fie
 
 
 def test_a_lab_without_an_engine_s_host_blocks_rounds_its_own(tmp_path):
-    own = SparseLab(tiny_engine(tmp_path, sparse="never", max_num_seqs=1), host_dtype=torch.float8_e4m3fn)
+    own = SparseLab(tiny_engine(tmp_path, MODEL, sparse="never", max_num_seqs=1), host_dtype=torch.float8_e4m3fn)
     own.use(4)
     _, _, fetched, _ = lab_texts(own, policy(cap=1))
     assert own.sets.host_scales is not None
