@@ -109,7 +109,7 @@ def _rank_blocks_kernel(
 
     slots = block_slot + (lane * kv_heads + head) * max_blocks
     slot = tl.load(slots + block, mask=inside, other=-1)
-    ranked = top > 0.25 * worst  # nothing else is: not even half of `worst`, less half of a norm that is as bad
+    ranked = top > 0.25 * worst  # elsewhere it is about `worst`, or half of that where nothing is ranked
     score = tl.where(ranked, top + tl.log(total) + tl.where(slot >= 0, ahead, 0.0), -float("inf"))
     best = keep_best(order_of_floats(score), ranked, count)
     tl.store(scores + number * num_blocks + block, score, mask=inside)

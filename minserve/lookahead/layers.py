@@ -86,7 +86,7 @@ class LayerGroup:
     def rank(self, stack: Stack, own: torch.Tensor, ring_start: torch.Tensor, end: torch.Tensor) -> Ranking:
         """By the queries that were kept, of layers * entries.
 
-        own: [entries] int64, lanes with 0 in place of -1; ring_start, end: [layers * entries] int64, blocks [1, end) are
+        own: [entries] int64, lanes with 0 in place of -1; ring_start, end: [layers * entries] int64: [1, end) are
         ranked.
         """
         sets = self._sets

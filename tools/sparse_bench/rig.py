@@ -56,10 +56,11 @@ class FabricatedSets(WorkingSets):
         self.host, self.host_scales = host.kv, host.scales
         shape = (num_layers, num_lanes * max_blocks, kv_heads, 2, head_dim)
         self.digests = torch.empty(shape, dtype=self.kv.dtype, device=device)
-        for digests in self.digests:  # those of 16 normal keys, about
-            digests.normal_(0.0, 0.5)
-            digests[:, :, 0].sub_(1.77).clamp_(max=0.0)
-            digests[:, :, 1].add_(1.77).clamp_(min=0.0)
+        # Those of 16 normal keys, about, times 64: then it means little that a block is in a slot already.
+        for digests in self.digests:
+            digests.normal_(0.0, 32.0)
+            digests[:, :, 0].sub_(113.0).clamp_(max=0.0)
+            digests[:, :, 1].add_(113.0).clamp_(min=0.0)
         self.places = torch.arange(num_lanes * max_blocks, dtype=torch.int32, device=device).view(num_lanes, -1)
         self.sources = torch.randint(len(host.kv), self.places.shape, dtype=torch.int32, device=device)
         self.shift = torch.zeros(1, dtype=torch.int64, device=device)
