@@ -57,11 +57,11 @@ class FabricatedSets(WorkingSets):
         self.host, self.host_scales = host.kv, host.scales
         shape = (num_lanes * max_blocks, *digest_shape(kv_heads, head_dim))
         self.digests = torch.empty(num_layers, *shape, dtype=digest_dtype(device, self.kv.dtype), device=device)
-        for digests in self.digests:  # those of normal keys, about
+        for digests in self.digests:  # those of normal keys, about, so large that a held block has no lead
             extremes = torch.empty(shape, dtype=self.kv.dtype, device=device).normal_(0.0, 0.5)
             extremes[:, :, :, 0].sub_(1.42).clamp_(max=0.0)
             extremes[:, :, :, 1].add_(1.42).clamp_(min=0.0)
-            digests.copy_(extremes)
+            digests.copy_(extremes.mul_(32.0))
         self.places = torch.arange(num_lanes * max_blocks, dtype=torch.int32, device=device).view(num_lanes, -1)
         self.sources = torch.randint(len(host.kv), self.places.shape, dtype=torch.int32, device=device)
         self.shift = torch.zeros(1, dtype=torch.int64, device=device)
