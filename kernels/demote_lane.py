@@ -31,7 +31,7 @@ def rank_for_demotion(
     """Builds the digests of a lane's blocks [0, start), and says which of them each head wants: block 0 and `count` - 1
     others, [layers, kv_heads, start] bool.
 
-    kv: [layers, pages, kv_heads, 2 (K, V), 16, head_dim]; digests: [layers, places, kv_heads, 2 (min, max), head_dim]
+    kv: [layers, pages, kv_heads, 2 (K, V), 16, head_dim]; digests: [layers, places, *digest_shape]
     block_slot: [layers, kv_heads, max_blocks] int32, of the lane: -1, nothing is in a slot
     query: [layers, heads, head_dim], of the row that ranks; pages, places: [start] int64, start > 0.
     """

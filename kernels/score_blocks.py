@@ -1,15 +1,17 @@
 """The attention logit that a query head may expect to find in each block, from the blocks' digests.
 
-    logit(block) = sum over d of (q_d c_d + 1/2 |q_d| w_d) / sqrt(head_dim)        c = (kmin + kmax) / 2
-                                                                                   w = (kmax - kmin) / 2
-With w in place of w / 2 it would be the least upper bound of q . k for any key k of the block (Quest, arXiv
-2406.10774), which says more of a block's spread than of what is in it; tools/NOTES.md, "What the ranking misses", has
-the alternatives. It is linear in the digest. So all logits of a KV head are one product, of its digests by the weights
-of its queries, which are vectors twice as long as a head, with u = UPPER:
+    logit(part)  = sum over slow d of (q_d c_d + 0.7 |q_d| w_d) / sqrt(head_dim)       c = (min + max) / 2
+    logit(block) = log sum over its parts of exp logit(part)                           w = (max - min) / 2
 
-    [u min(q, 0) + (1 - u) max(q, 0), u max(q, 0) + (1 - u) min(q, 0)] . [kmin, kmax]
+with min, max and the slow coordinates as in build_digests.py. With 1 in place of 0.7 it would be the least upper bound
+of what these coordinates give to q . k for any key k of the part (Quest, arXiv 2406.10774), which says more of its
+spread than of what is in it; tools/NOTES.md, "What the ranking misses", has the alternatives. It is linear in the
+digest. So all logits of a KV head are one product, of its digests by the weights of its queries, which are vectors
+twice as long as there are slow coordinates, with u = UPPER:
 
-On a GPU the weights are rounded to the digests' dtype, by 2^-9 at most in bfloat16.
+    [u min(q, 0) + (1 - u) max(q, 0), u max(q, 0) + (1 - u) min(q, 0)] . [min, max]
+
+On a GPU the weights are rounded to the queries' dtype, by 2^-9 at most in bfloat16.
 
 Two rows of each lane are looked at together, so that digests are read once: the lookahead row, which says what the next
 step wants, and the normal row, which says what this one would have wanted. rank_blocks.py says it of a whole group.
@@ -20,6 +22,7 @@ just where a block is not ranked.
 
 import torch
 
+from minserve.kernels.build_digests import PARTS, digest_shape, slow_coordinates
 from minserve.kernels.lang import tl, triton
 
 LOOKAHEAD, NORMAL = 0, 1
@@ -28,10 +31,10 @@ LOOKAHEAD, NORMAL = 0, 1
 MOST = 1e4
 """No logit is further from zero; one that is no number is the worst, but ranked."""
 
-UPPER = 0.75
+UPPER = 0.85
 """How much the upper bound counts; the lower bound has the rest."""
 
-TILE, NUM_WARPS, NUM_STAGES = 64, 4, 2
+TILE, NUM_WARPS, NUM_STAGES = 64, 4, 3
 """Blocks that a program scores at a time, its warps, and stages: with two, more programs fit on an SM."""
 
 PROGRAMS = 256
@@ -44,7 +47,7 @@ def score_blocks(
     """Returns logits, [entries, 2 (lookahead, normal), heads, blocks] float32.
 
     queries: [entries, 2, heads, head_dim], after RoPE
-    digests: [places, kv_heads, 2 (min, max), head_dim], one layer's, of the same dtype
+    digests: [places, kv_heads, 2 (parts), 2 (min, max), head_dim / 2], one layer's, of numbers of E4M3
     digest_table: [num_lanes, blocks] int32, the place of each block's digest, -1: none; anything behind a lane's end.
         It may be the first columns of a wider table: as many as `end` needs.
     lanes: [entries] int64, -1: padding, for which nothing is ranked
@@ -52,9 +55,9 @@ def score_blocks(
         On a GPU, what lies behind it costs nothing but the -inf that is written.
     """
     entries, rows, heads, head_dim = queries.shape
-    _, kv_heads, sides, _ = digests.shape
-    assert (rows, sides, heads % kv_heads) == (2, 2, 0), (queries.shape, digests.shape)
-    assert (digests.shape[3], digests.dtype) == (head_dim, queries.dtype), (queries.dtype, digests.shape, digests.dtype)
+    kv_heads = digests.shape[1]
+    assert (rows, heads % kv_heads) == (2, 0), (queries.shape, digests.shape)
+    assert digests.shape[1:] == digest_shape(kv_heads, head_dim), (queries.shape, digests.shape)
     assert (digest_table.dim(), digest_table.dtype) == (2, torch.int32), (digest_table.shape, digest_table.dtype)
     assert digest_table.stride(1) == 1, digest_table.stride()
     assert lanes.shape == end.shape == (entries,), (lanes.shape, end.shape, queries.shape)
@@ -73,16 +76,18 @@ def score_blocks_reference(
     block = torch.arange(num_blocks, device=lanes.device)
     ranked = (lanes >= 0)[:, None] & (block >= 1) & (block < end[:, None]) & (places >= 0)
 
-    grouped = queries.to(torch.float32).view(entries, rows, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
+    grouped = slow_coordinates(queries.to(torch.float32)).view(entries, rows, kv_heads, -1, head_dim // 2)
+    grouped = grouped.transpose(1, 2).flatten(2, 3)
     below, above = grouped.clamp_max(0), grouped.clamp_min(0)
     weights = torch.cat((above.lerp(below, UPPER), below.lerp(above, UPPER)), dim=-1)
     # What a table holds where nothing is ranked may be no place. Head by head, as that is how products read them.
     places = torch.where(ranked, places, 0).to(torch.int64)[:, None, :]
     source = places * kv_heads + torch.arange(kv_heads, device=lanes.device)[:, None]
-    found = digests.view(-1, 2 * head_dim).index_select(0, source.flatten()).to(torch.float32)
-    # [entries, kv_heads, rows * group, blocks]
-    logits = weights @ found.view(entries, kv_heads, num_blocks, -1).transpose(2, 3)
+    found = digests.view(-1, PARTS * head_dim).index_select(0, source.flatten()).to(torch.float32)
+    # [entries, kv_heads, rows * group, blocks * parts]
+    logits = weights @ found.view(entries, kv_heads, num_blocks * PARTS, -1).transpose(2, 3)
     logits = logits.mul_(head_dim**-0.5).nan_to_num_(nan=-MOST).clamp_(-MOST, MOST)
+    logits = logits.view(*logits.shape[:3], num_blocks, PARTS).logsumexp(dim=4)
     logits.masked_fill_(~ranked[:, None, None, :], -torch.inf)
     return logits.view(entries, kv_heads, rows, -1, num_blocks).transpose(1, 2).flatten(2, 3)
 
@@ -93,23 +98,26 @@ def _load_weights(
     width: tl.constexpr,
 ):  # fmt: skip
     """What digests are multiplied by: [width, 2 * members] float32, a column for each head of one row, then of the
-    other; members, width: group and 2 * head_dim, padded by zeros. q: the first row's first head of a group."""
-    side = tl.arange(0, width)[:, None]
+    other; members, width: group and head_dim, padded by zeros. q: the first row's first head of a group."""
+    side = tl.arange(0, width)[:, None]  # the slow coordinates, for min, and again for max
+    half: tl.constexpr = head_dim // 2
+    quarter: tl.constexpr = head_dim // 4
+    slow = side % half + quarter + side % half // quarter * quarter
     column = tl.arange(0, 2 * members)[None, :]
     member = column % members
-    source = q + column // members * row_stride + member * head_dim + side % head_dim
-    x = tl.load(source, mask=(member < group) & (side < 2 * head_dim), other=0.0).to(tl.float32)
-    return x * tl.where((x < 0) == (side < head_dim), upper, 1 - upper)
+    source = q + column // members * row_stride + member * head_dim + slow
+    x = tl.load(source, mask=(member < group) & (side < head_dim), other=0.0).to(tl.float32)
+    return x * tl.where((x < 0) == (side < half), upper, 1 - upper)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
 def _score_blocks_kernel(
     queries, digests, digest_table, lanes, end, logits, num_blocks, table_stride,
     scale: tl.constexpr, most: tl.constexpr, upper: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
-    head_dim: tl.constexpr, members: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    head_dim: tl.constexpr, parts: tl.constexpr, members: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """One program for both rows of one KV head of an entry, and its share of the blocks, a tile at a time. Heads come
-    first, since their digests lie side by side. members, width: group and 2 * head_dim, padded."""
+    first, since their digests lie side by side. members, width: group and head_dim, padded."""
     head = tl.program_id(0) % kv_heads
     split = tl.program_id(0) // kv_heads
     num_splits = tl.num_programs(0) // kv_heads
@@ -141,18 +149,23 @@ def _score_blocks_kernel(
     place = tl.load(table + block, mask=(block >= 1) & (block < stop), other=-1)
     q = queries + (entry * 2 * kv_heads + head) * (group * head_dim)
     weights = _load_weights(q, kv_heads * group * head_dim, upper, group, head_dim, members, width)
-    weights = weights.to(digests.dtype.element_ty)
-    side = tl.arange(0, width)
+    weights = weights.to(queries.dtype.element_ty)
+    side = tl.arange(0, width)[None, None, :]
+    part = tl.arange(0, parts)[None, :, None]
     # Places are looked up a tile ahead, as pages are in decode_attention.py.
     for start in range(first, stop, tile):
         block = start + t
         ranked = place >= 0
-        source = (place.to(tl.int64) * kv_heads + head) * (2 * head_dim)
+        source = (place.to(tl.int64) * kv_heads + head) * (parts * head_dim)
         place = tl.load(table + tile + block, mask=tile + block < stop, other=-1)
-        known = ranked[:, None] & (side < 2 * head_dim)[None, :]
-        digest = tl.load(digests + source[:, None] + side[None, :], mask=known, other=0.0)
+        source = source[:, None, None] + part * head_dim + side
+        digest = tl.load(digests + source, mask=ranked[:, None, None] & (side < head_dim), other=0.0)
+        digest = tl.reshape(digest, [tile * parts, width]).to(weights.dtype)
         logit = tl.dot(digest, weights, input_precision="ieee") * scale
         logit = tl.where(logit == logit, tl.minimum(tl.maximum(logit, -most), most), -most)
+        logit = tl.reshape(logit, [tile, parts, 2 * members])
+        best = tl.max(logit, 1)
+        logit = best + tl.log(tl.sum(tl.exp(logit - best[:, None, :]), 1))
         logit = tl.where(ranked[:, None], logit, -float("inf"))
         tl.store(out + block[:, None], logit, mask=(block < stop)[:, None] & is_head)
 
@@ -179,10 +192,10 @@ def score_blocks_triton(
     if splits is None:
         splits = choose_splits(entries * kv_heads, num_blocks, tile)
     logits = queries.new_empty(entries, rows, heads, num_blocks, dtype=torch.float32)
-    members, width = max(triton.next_power_of_2(group), 8), max(triton.next_power_of_2(2 * head_dim), 16)
+    members, width = max(triton.next_power_of_2(group), 8), max(triton.next_power_of_2(head_dim), 16)
     _score_blocks_kernel[(splits * kv_heads, entries)](
         queries, digests, digest_table, lanes, end, logits, num_blocks, digest_table.stride(0),
-        head_dim**-0.5, MOST, UPPER, kv_heads, group, head_dim, members, width, tile,
+        head_dim**-0.5, MOST, UPPER, kv_heads, group, head_dim, PARTS, members, width, tile,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return logits

@@ -13,7 +13,7 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.accept_drafts import accept_drafts_triton
 from minserve.kernels.adjust_logits import Adjustments, adjust_logits_triton, count_tokens_triton
-from minserve.kernels.build_digests import build_digests_triton
+from minserve.kernels.build_digests import build_digests_triton, digest_shape
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
 from minserve.kernels.fetch_blocks import fetch_blocks_triton
 from minserve.kernels.fp8 import FP8, quantize_rows_triton
@@ -163,7 +163,7 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     """A layer's ranking, selection, fetches and retirement, and what is done once a step."""
     model, entries = work.model, work.rows
     kv, host = pages(work), work.floats(PAGES, LAYERS, model.kv_heads, 2, BLOCK_SIZE, model.head_dim)
-    digests = work.floats(PAGES, model.kv_heads, 2, model.head_dim)
+    digests = empty(PAGES, *digest_shape(model.kv_heads, model.head_dim), dtype=FP8)
     lanes, of_lane = empty(entries), empty(LANES, dtype=torch.int32)
     sparse, step = empty(LANES, dtype=torch.bool), empty(1, dtype=torch.int32)
     table, host_table = (empty(LANES, columns, dtype=torch.int32) for columns in (SLOTS + RING, model.max_blocks))

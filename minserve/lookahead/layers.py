@@ -86,8 +86,7 @@ class LayerGroup:
     def rank(self, stack: Stack, own: torch.Tensor, ring_start: torch.Tensor, end: torch.Tensor) -> Ranking:
         """By the queries that were kept, of layers * entries.
 
-        own: [entries] int64, lanes with 0 in place of -1; ring_start, end: [layers * entries] int64: [1, end) are
-        ranked.
+        own: [entries] int64, lanes with 0 in place of -1; ring_start, end: [layers * entries] int64, [1, end) is ranked
         """
         sets = self._sets
         queries = sets.queries[self.part, own].flatten(0, 1)

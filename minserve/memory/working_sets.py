@@ -15,7 +15,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Demotion, StepPlan
-from minserve.kernels.build_digests import build_digests
+from minserve.kernels.build_digests import build_digests, digest_dtype, digest_shape
 from minserve.kernels.demote_lane import demote_lane, rank_for_demotion
 from minserve.kernels.score_blocks import LOOKAHEAD
 from minserve.kernels.select_blocks import SlotMaps
@@ -65,7 +65,7 @@ class WorkingSets:
     host_pieces: [layers, lanes, max_blocks] int32       the same in each layer: host block * layers + layer, for who
                                                          fetches for several layers in one call
     maps: slot_block, slot_used [layers, lanes, kv_heads, K], block_slot [layers, lanes, kv_heads, max_blocks] int32
-    digests: [layers, host blocks, kv_heads, 2 (min, max), head_dim]
+    digests: [layers, host blocks, *digest_shape]
     queries: [layers, lanes, 2 (lookahead, normal), heads, head_dim], of the last step that kept them
     allowance: [layers, lanes] int32                     blocks that a lane may still fetch in a layer
     refills: [2 (more, most), lanes] int32               what a step adds to that, and how much there may be then
@@ -98,7 +98,8 @@ class WorkingSets:
             slot_used=table(torch.int32, *slots),
             block_slot=table(torch.int32, *slots[:3], max_blocks, fill=-1),
         )
-        self.digests = zeros((num_layers, host.kv.shape[0], kv_heads, 2, head_dim), dtype, device.type)
+        digests = (num_layers, host.kv.shape[0], *digest_shape(kv_heads, head_dim))
+        self.digests = zeros(digests, digest_dtype(device, dtype), device.type)
         self.queries = table(dtype, num_layers, num_lanes, 2, num_heads, head_dim)
         self.allowance, self.refills = table(torch.int32, num_layers, num_lanes), table(torch.int32, 2, num_lanes)
         self.looks_ahead, self.retried = table(torch.bool, num_lanes), table(torch.bool, num_lanes + 1)

@@ -15,6 +15,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import LaneSetup, SparsePolicy, StepPlan
+from minserve.kernels.build_digests import digest_dtype, digest_shape
 from minserve.kernels.fetch_blocks import fetch_blocks
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.lookahead.background import Background
@@ -54,13 +55,13 @@ class FabricatedSets(WorkingSets):
         num_layers, num_lanes, kv_heads, max_blocks = self.maps.block_slot.shape
         head_dim, device = self.kv.shape[-1], self.kv.device
         self.host, self.host_scales = host.kv, host.scales
-        shape = (num_layers, num_lanes * max_blocks, kv_heads, 2, head_dim)
-        self.digests = torch.empty(shape, dtype=self.kv.dtype, device=device)
-        # Those of 16 normal keys, about, times 64: then it means little that a block is in a slot already.
-        for digests in self.digests:
-            digests.normal_(0.0, 32.0)
-            digests[:, :, 0].sub_(113.0).clamp_(max=0.0)
-            digests[:, :, 1].add_(113.0).clamp_(min=0.0)
+        shape = (num_lanes * max_blocks, *digest_shape(kv_heads, head_dim))
+        self.digests = torch.empty(num_layers, *shape, dtype=digest_dtype(device, self.kv.dtype), device=device)
+        for digests in self.digests:  # those of normal keys, about, so large that a held block has no lead
+            extremes = torch.empty(shape, dtype=self.kv.dtype, device=device).normal_(0.0, 0.5)
+            extremes[:, :, :, 0].sub_(1.42).clamp_(max=0.0)
+            extremes[:, :, :, 1].add_(1.42).clamp_(min=0.0)
+            digests.copy_(extremes.mul_(32.0))
         self.places = torch.arange(num_lanes * max_blocks, dtype=torch.int32, device=device).view(num_lanes, -1)
         self.sources = torch.randint(len(host.kv), self.places.shape, dtype=torch.int32, device=device)
         self.shift = torch.zeros(1, dtype=torch.int64, device=device)

@@ -3,10 +3,13 @@
 Owns: which requests fit, and the least that a step can take. Does not know: how long it takes.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from minserve.kernels.build_digests import digest_shape
+from minserve.kernels.fp8 import FP8
 from minserve.kernels.sparse_rows import RING
 from minserve.lookahead.background import Background
 from minserve.memory.blocks import blocks_for
@@ -57,8 +60,9 @@ class Sizes:
 
     @property
     def digest_bytes(self) -> int:
-        """Of the digests of one block."""
-        return self.block_bytes // 16
+        """Of the digests of one block, on a GPU."""
+        shape = digest_shape(self.model.num_kv_heads, self.model.head_dim)
+        return self.model.num_layers * math.prod(shape) * FP8.itemsize
 
     def full_caps(self, cap: int) -> int:
         """Pieces that a lane fetches in a step in which every KV head of every layer takes its cap."""
