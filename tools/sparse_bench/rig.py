@@ -8,6 +8,7 @@ a step reads of the GPU's memory: if they were shared too, caches would answer h
 `host_table` says where digests are, and `sources` where the rest is.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class _Group(LayerGroup):
 
     def fetch(
         self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor, page_table: torch.Tensor, copying: Any = None
-    ) -> None:
+    ) -> Sequence[torch.Tensor]:
         if self.num_layers > 1:
             return super().fetch(plan, lanes, step, page_table, copying)
         sets = self._sets
