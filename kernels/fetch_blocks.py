@@ -53,8 +53,8 @@ def fetch_blocks(
     scales: torch.Tensor | None = None,
     copying: AbstractContextManager[Any] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """Carries the plan out: writes pages of slots and all three maps. Returns what has to live until it is done, if that
-    is on another stream than the current one, whose allocator would give it to others.
+    """Carries the plan out: writes pages of slots and all three maps. Returns what has to live until it is done, if
+    that is on another stream than the current one, whose allocator would give it to others.
 
     plan, maps, lanes, step: as in `select_blocks`
     host: [host_blocks, layers, kv_heads, 2 (K, V), 16, head_dim], of the pages' dtype, or float8_e4m3fn where there are

@@ -149,7 +149,7 @@ class Background:
                 caps,
             )
             fetching = order.streams.fetching(number)
-            entries.held += group.fetch(plan, stack.lanes, entries.step, stack.page_table, fetching)
+            entries.held.extend(group.fetch(plan, stack.lanes, entries.step, stack.page_table, fetching))
             wanted.append(ranked.wanted)
             plans.append(plan)
             lacking.append(ranked.lacking.view(group.num_layers, len(entries.lanes), -1))
