@@ -29,7 +29,7 @@ LOOKAHEAD, NORMAL = 0, 1
 """The rows."""
 
 MOST = 1e4
-"""No logit is further from zero; one that is no number is the worst, but ranked."""
+"""No part's logit is further from zero; one that is no number is the worst, but ranked."""
 
 UPPER = 0.85
 """How much the upper bound counts; the lower bound has the rest."""

@@ -1,34 +1,43 @@
 """What query heads expect to find in blocks, by their digests, against loops over lists."""
 
+import math
 import random
 
 import pytest
 import torch
 
 from minserve.config import BLOCK_SIZE
-from minserve.kernels.build_digests import build_digests
+from minserve.kernels.build_digests import build_digests, digest_shape
+from minserve.kernels.fp8 import FP8
 from minserve.kernels.score_blocks import MOST, score_blocks, score_blocks_reference, score_blocks_triton
 
-from .working_sets import expected_logit
+from .working_sets import expected_logit, slow
 
 INF = float("inf")
 BOTH = pytest.mark.parametrize("score", [score_blocks_reference, score_blocks_triton])
+WIDE_OR_NOT = pytest.mark.parametrize("in_8_bits", [False, True], ids=["wide", "fp8"])
 
 
-def random_case(seed, device, dtype, *, kv_heads=2, group=3, head_dim=4, num_blocks=9):
-    """Integers, few of them, whose quarters are summed exactly; so is half of that, where head_dim is 4."""
+def random_case(seed, device, dtype, in_8_bits=False, *, kv_heads=2, group=3, head_dim=4, num_blocks=9):
+    """Integers, few of them."""
     torch.manual_seed(seed)
     chance = random.Random(seed)
     queries = torch.randint(-3, 4, (4, 2, kv_heads * group, head_dim)).to(device, dtype)
-    digests = torch.randint(-3, 4, (12, kv_heads, 2, head_dim)).sort(dim=2).values.to(device, dtype)
+    digests = torch.randint(-3, 4, (12, *digest_shape(kv_heads, head_dim))).sort(dim=3).values
+    digests = digests.float().to(device, FP8 if in_8_bits else dtype)
     table = torch.randint(-1, 12, (5, num_blocks), dtype=torch.int32, device=device)
     lanes = torch.tensor([chance.choice([lane, lane, -1]) for lane in (4, 0, 3, 1)], device=device)
     end = torch.tensor([chance.choice([0, 1, 2, num_blocks // 2, num_blocks, num_blocks + 3]) for _ in lanes])
     return queries, digests, table, lanes, end.to(device)
 
 
+def off(dtype):
+    """By how much a logit of such a case may be off: weights are rounded to the queries' dtype."""
+    return {"rtol": 1e-6, "atol": 1e-5 if dtype == torch.float32 else 0.04}
+
+
 def expected(queries, digests, table, lanes, end):
-    queries, digests, table = (each.tolist() for each in (queries, digests, table))
+    queries, digests, table = queries.tolist(), digests.float().tolist(), table.tolist()
     group = len(queries[0][0]) // len(digests[0])
     logits = []
     for entry, (lane, last) in enumerate(zip(lanes.tolist(), end.tolist())):
@@ -36,72 +45,100 @@ def expected(queries, digests, table, lanes, end):
             for head, q in enumerate(queries[entry][row]):
                 for block, place in enumerate(table[lane]):
                     is_ranked = lane >= 0 and 1 <= block < last and place >= 0
-                    logits.append(expected_logit(q, *digests[place][head // group]) if is_ranked else -INF)
-    return logits
+                    logits.append(expected_logit(q, digests[place][head // group]) if is_ranked else -INF)
+    return torch.tensor(logits)
 
 
 @BOTH
+@WIDE_OR_NOT
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 3), (3, 4), (1, 8)])
-def test_every_head_has_a_logit_for_ranked_blocks_and_no_others(score, seed, kv_heads, group, device, dtype):
-    case = random_case(seed, device, dtype, kv_heads=kv_heads, group=group)
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 4), (2, 3, 8), (3, 4, 4), (1, 8, 12)])
+def test_every_head_has_a_logit_for_ranked_blocks_and_no_others(
+    score, in_8_bits, seed, kv_heads, group, head_dim, device, dtype
+):
+    case = random_case(seed, device, dtype, in_8_bits, kv_heads=kv_heads, group=group, head_dim=head_dim)
     logits = score(*case)
-    assert logits.shape == (4, 2, kv_heads * group, 9)
-    assert logits.flatten().tolist() == expected(*case)
+    assert (logits.shape, logits.dtype) == ((4, 2, kv_heads * group, 9), torch.float32)
+    torch.testing.assert_close(logits.flatten().cpu(), expected(*case), **off(dtype))
 
 
 @BOTH
+@WIDE_OR_NOT
 @pytest.mark.parametrize(
     ("num_blocks", "kv_heads", "group", "head_dim"), [(33, 2, 3, 64), (97, 1, 8, 128), (32, 3, 1, 96)]
 )
 def test_logits_of_any_number_of_blocks_are_those_in_higher_precision(
-    score, num_blocks, kv_heads, group, head_dim, device, dtype
+    score, in_8_bits, num_blocks, kv_heads, group, head_dim, device, dtype
 ):
     torch.manual_seed(num_blocks)
     queries = torch.randn(2, 2, kv_heads * group, head_dim, device=device).to(dtype)
-    digests = torch.randn(num_blocks, kv_heads, 2, head_dim, device=device).sort(dim=2).values.to(dtype)
+    digests = torch.randn(num_blocks, *digest_shape(kv_heads, head_dim), device=device).sort(dim=3).values.to(FP8)
+    digests = digests if in_8_bits else digests.to(dtype)
     table = torch.stack([torch.randperm(num_blocks, dtype=torch.int32) for _ in range(2)]).to(device)
     lanes, end = torch.tensor([1, 0], device=device), torch.tensor([num_blocks, num_blocks - 2], device=device)
     found = score(queries, digests, table, lanes, end).double()
     for entry, lane in enumerate(lanes.tolist()):
-        q = queries[entry].double().view(2, kv_heads, group, 1, head_dim)
-        least, most = digests.double()[table[lane].long()].permute(2, 1, 0, 3)[:, None, :, None]
-        logits = (q * (least + most) / 2 + q.abs() * (most - least) / 4).sum(dim=-1).flatten(1, 2) / head_dim**0.5
+        # [rows, kv_heads, group, blocks, parts, slow coordinates]
+        q = queries[entry].double()[..., slow(head_dim)].view(2, kv_heads, group, 1, 1, -1)
+        least, most = digests.double()[table[lane].long()].transpose(0, 1)[None, :, None].unbind(dim=-2)
+        parts = (q * (least + most) / 2 + 0.7 * q.abs() * (most - least) / 2).sum(dim=-1) / head_dim**0.5
+        logits = parts.exp().sum(dim=-1).log().flatten(1, 2)
         ranked = slice(1, end[entry].item())
-        # Weights are rounded to the digests' dtype: sums of head_dim errors of 2^-9 each, of products of about 1.
+        # Weights are rounded to the queries' dtype: sums of head_dim errors of 2^-9 each, of products of about 1.
         error = 1e-4 if dtype == torch.float32 else 0.02
         assert torch.allclose(found[entry][..., ranked], logits[..., ranked], rtol=0, atol=error)
 
 
 @BOTH
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_logit_is_half_way_from_the_middle_to_the_most_that_a_key_can_have(score, head_dim, device):
-    kv = torch.randn(6, 2, 2, BLOCK_SIZE, head_dim, device=device)
-    digests, queries = torch.empty(6, 2, 2, head_dim, device=device), torch.randn(1, 2, 6, head_dim, device=device)
-    places = torch.arange(6, device=device)
+def test_what_is_expected_of_a_half_lies_seven_tenths_of_the_way_from_its_middle_to_its_bound(score, head_dim, device):
+    """Where both halves of a block are the same. Keys are numbers of E4M3, so that digests bound them exactly."""
+    half = torch.randn(6, 2, 2, BLOCK_SIZE // 2, head_dim, device=device).to(FP8).float()
+    kv, digests = torch.cat((half, half), dim=3), torch.empty(6, *digest_shape(2, head_dim), device=device)
+    queries, places = torch.randn(1, 2, 6, head_dim, device=device), torch.arange(6, device=device)
     build_digests(kv, digests, places, places)
     lanes, end = torch.tensor([0], device=device), torch.tensor([6], device=device)
     logits = score(queries, digests, places[None].int(), lanes, end)[0].view(2, 2, 3, 6)
-    keys = kv[:, :, 0]  # [blocks, kv_heads, 16, head_dim]
-    q = queries[0].view(2, 2, 3, 1, head_dim) / head_dim**0.5
+    keys = half[:, :, 0][..., slow(head_dim)]  # [blocks, kv_heads, 8, head_dim / 2]
+    q = queries[0, ..., slow(head_dim)].view(2, 2, 3, 1, head_dim // 2) / head_dim**0.5
     least, most = (extreme.transpose(0, 1)[:, None] for extreme in (keys.amin(2), keys.amax(2)))
     bound, middle = torch.maximum(q * least, q * most).sum(-1), (q * (least + most) / 2).sum(-1)
     products = torch.einsum("rhgd,bhtd->rhgbt", q[..., 0, :], keys)
     assert bool((bound >= products.amax(dim=-1) - 1e-4).all())
-    torch.testing.assert_close(logits[..., 1:], ((middle + bound) / 2)[..., 1:], rtol=0, atol=1e-4)
+    expected = middle + 0.7 * (bound - middle) + math.log(2)
+    torch.testing.assert_close(logits[..., 1:], expected[..., 1:], rtol=0, atol=1e-4)
+
+
+@BOTH
+@WIDE_OR_NOT
+def test_a_block_is_as_good_as_its_better_half_and_a_little_more(score, in_8_bits, device):
+    """log(exp a + exp b), of logits far apart, too, in either order. One query, along the first slow coordinate."""
+    logits = torch.tensor([[0.0, 0.0], [5.0, 3.0], [3.0, 5.0], [-60.0, 1.5], [448.0, -448.0], [-448.0, -448.0]])
+    digests = torch.zeros(6, 1, 2, 2, 2)
+    digests[:, 0, :, :, 0] = logits[:, :, None]
+    queries = torch.zeros(1, 2, 1, 4, device=device)
+    queries[..., 1] = 2.0  # the square root of head_dim
+    table = torch.tensor([[5, 0, 1, 2, 3, 4, 5]], dtype=torch.int32, device=device)
+    lanes, end = torch.tensor([0], device=device), torch.tensor([7], device=device)
+    found = score(queries, digests.to(device, FP8 if in_8_bits else torch.float32), table, lanes, end)
+    expected = [math.log(2), 5 + math.log1p(math.exp(-2)), 5 + math.log1p(math.exp(-2)), 1.5, 448, -448 + math.log(2)]
+    assert found[0, 0, 0, 1:].tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
 @BOTH
 def test_what_is_no_number_is_ranked_last_but_ranked(score, device):
     queries = torch.ones(1, 2, 1, 4, device=device)
-    digests = torch.zeros(5, 1, 2, 4, device=device)
+    digests = torch.zeros(6, 1, 2, 2, 2, device=device)
     digests[2] = torch.nan
     digests[3] = -INF
     digests[4] = INF
-    table = torch.tensor([[0, 2, 1, 3, 4]], dtype=torch.int32, device=device)
-    logits = score(queries, digests, table, torch.tensor([0], device=device), torch.tensor([5], device=device))
-    assert logits[0, 0, 0].tolist() == [-INF, -MOST, 0.0, -MOST, MOST]
+    digests[5, :, 1] = torch.nan  # one half of it
+    table = torch.tensor([[0, 2, 1, 3, 4, 5]], dtype=torch.int32, device=device)
+    logits = score(queries, digests, table, torch.tensor([0], device=device), torch.tensor([6], device=device))
+    more = math.log(2)
+    expected = [-INF, more - MOST, more, more - MOST, more + MOST, 0.0]
+    assert logits[0, 0, 0].tolist() == pytest.approx(expected, rel=1e-7, abs=1e-6)
 
 
 @BOTH
@@ -109,7 +146,7 @@ def test_the_first_columns_of_a_wide_table_are_enough(score, device):
     queries, digests, table, lanes, _ = random_case(3, device, torch.float32)
     end = torch.full_like(lanes, 5)
     narrow = score(queries, digests, table[:, :5], lanes, end)
-    assert torch.equal(narrow, score(queries, digests, table, lanes, end)[..., :5])
+    torch.testing.assert_close(narrow, score(queries, digests, table, lanes, end)[..., :5], **off(torch.float32))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
@@ -119,7 +156,8 @@ def test_however_many_programs_share_the_blocks_the_logits_are_the_same(splits, 
     lanes[:3] = torch.tensor([4, 0, 3], device=device)
     end = torch.tensor([num_blocks, 33, 80, 0], device=device)
     found = score_blocks_triton(queries, digests, table, lanes, end, splits=splits)
-    assert torch.equal(found, score_blocks_reference(queries, digests, table, lanes, end))
+    assert torch.equal(found, score_blocks_triton(queries, digests, table, lanes, end, splits=3))
+    torch.testing.assert_close(found, score_blocks_reference(queries, digests, table, lanes, end), **off(dtype))
 
 
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):
@@ -127,7 +165,9 @@ def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     for wrong in (
         (queries[:, :1], digests, table, lanes, end),
         (queries[:, :, :3].contiguous(), digests, table, lanes, end),
-        (queries.half(), digests, table, lanes, end),
+        (queries[..., :2].contiguous(), digests, table, lanes, end),
+        (queries, digests[:, :, :1].contiguous(), table, lanes, end),
+        (queries, digests.flatten(2, 3), table, lanes, end),
         (queries, digests, table.long(), lanes, end),
         (queries, digests, table, lanes[:2], end),
     ):
@@ -140,9 +180,10 @@ def test_wrong_shapes_and_dtypes_are_our_mistake(device):
 def test_digests_past_two_billion_elements_are_found(device):
     kv_heads, head_dim = 8, 128
     num_places = 2**31 // (kv_heads * 2 * head_dim) + 2
-    digests = torch.empty(num_places, kv_heads, 2, head_dim, dtype=torch.bfloat16, device=device)
-    digests[-1] = 1.0
+    digests = torch.empty(num_places, *digest_shape(kv_heads, head_dim), dtype=FP8, device=device)
+    digests[-1].copy_(torch.ones((), device=device))
     queries = torch.ones(1, 2, 4 * kv_heads, head_dim, dtype=torch.bfloat16, device=device)
     table = torch.tensor([[0, num_places - 1]], dtype=torch.int32, device=device)
     logits = score_blocks(queries, digests, table, torch.tensor([0], device=device), torch.tensor([2], device=device))
-    torch.testing.assert_close(logits[..., 1], torch.full_like(logits[..., 1], head_dim**0.5))
+    expected = head_dim // 2 / head_dim**0.5 + math.log(2)
+    torch.testing.assert_close(logits[..., 1], torch.full_like(logits[..., 1], expected), rtol=0, atol=0.02)

@@ -1,7 +1,7 @@
 """A layer's working sets over many steps: rank, select, fetch, retire, attend, as a server does it.
 
-Keys, values and queries are small integers. So logits are exact, many are equal, and every page can be told by what it
-holds: it is compared with the text's own keys and values, of which the test keeps a plain copy.
+Keys, values and queries are small integers. So digests are exact, many logits are equal, and every page can be told by
+what it holds: it is compared with the text's own keys and values, of which the test keeps a plain copy.
 """
 
 import copy
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from minserve.config import BLOCK_SIZE
-from minserve.kernels.build_digests import build_digests
+from minserve.kernels.build_digests import build_digests, digest_dtype, digest_shape
 from minserve.kernels.decode_attention import decode_attention_reference, decode_batch
 from minserve.kernels.fetch_blocks import fetch_blocks, retire_block
 from minserve.kernels.fp8 import FP8
@@ -23,7 +23,7 @@ from minserve.kernels.sparse_rows import RING, advance_ring, sparse_attention_re
 from minserve.kernels.step_inputs import step_inputs_reference
 from minserve.kernels.store_blocks import store_blocks
 
-from .working_sets import assert_consistent, expected_logit, group_scores, pages_for
+from .working_sets import assert_consistent, expected_digest, expected_logit, group_scores, pages_for
 
 INF = float("inf")
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
@@ -36,15 +36,16 @@ SPARSE = [True, False, True]
 class Server:
     """Three lanes that begin with their first token."""
 
-    def __init__(self, device, num_slots, cap, allowance):
-        self.random = random.Random(num_slots)
+    def __init__(self, device, num_slots, cap, allowance, integers=True):
+        self.random, self.integers = random.Random(num_slots), integers
         torch.manual_seed(num_slots)
         self.device, self.num_slots, self.cap = device, num_slots, cap
         columns = max(MAX_BLOCKS, num_slots + RING)
         block = (KV_HEADS, 2, BLOCK_SIZE, HEAD_DIM)
-        self.text = self.integers(3, MAX_BLOCKS, *block)
-        self.kv, self.host = self.integers(3 * columns, *block), self.integers(3 * MAX_BLOCKS, 1, *block)
-        self.digests = torch.full((3 * MAX_BLOCKS, KV_HEADS, 2, HEAD_DIM), torch.nan, device=device)
+        self.text = self.numbers(3, MAX_BLOCKS, *block)
+        self.kv, self.host = self.numbers(3 * columns, *block), self.numbers(3 * MAX_BLOCKS, 1, *block)
+        digests = torch.full((3 * MAX_BLOCKS, *digest_shape(KV_HEADS, HEAD_DIM)), torch.nan, device=device)
+        self.digests = digests.to(digest_dtype(device, digests.dtype))
         self.page_table = pages_for(3, columns, device)
         # A digest has the place that its block has in host memory.
         self.host_table = pages_for(3, MAX_BLOCKS, device)
@@ -60,8 +61,10 @@ class Server:
         )
         self.lanes, self.sparse = torch.tensor(LANES, device=device), torch.tensor(SPARSE, device=device)
 
-    def integers(self, *shape):
-        return torch.randint(-2, 3, shape, device=self.device).float()
+    def numbers(self, *shape):
+        if self.integers:
+            return torch.randint(-2, 3, shape, device=self.device).float()
+        return torch.randn(shape, device=self.device)
 
     def rows(self, ring):
         """(lengths as if all were dense, what sparse_rows makes of the step), for a token and its drafts."""
@@ -77,7 +80,7 @@ class Server:
             lane = LANES[number // (1 + DRAFTS)]
             if lane >= 0:
                 position = self.num_tokens[lane].item() - 1 + number % (1 + DRAFTS)
-                new = self.integers(KV_HEADS, 2, HEAD_DIM)
+                new = self.numbers(KV_HEADS, 2, HEAD_DIM)
                 self.kv[place // BLOCK_SIZE, :, :, place % BLOCK_SIZE] = new
                 self.text[lane, position // BLOCK_SIZE, :, :, position % BLOCK_SIZE] = new
 
@@ -86,7 +89,7 @@ class Server:
         lengths, rows = self.rows(ring)
         self.write(rows.places)
         # Heads of different sizes: else blocks might be equal but for the order in which heads are summed.
-        q = self.integers(len(lengths), KV_HEADS, GROUP, HEAD_DIM) * torch.tensor([[1.0], [3.0]], device=self.device)
+        q = self.numbers(len(lengths), KV_HEADS, GROUP, HEAD_DIM) * torch.tensor([[1.0], [3.0]], device=self.device)
         q = q.flatten(1, 2)
         batch = decode_batch(rows.page_table, rows.entries, rows.lengths, self.kv)
         return q, lengths, decode_attention_reference(q, self.kv, batch)
@@ -132,10 +135,9 @@ class Server:
 
     def scores(self, lane, head, query, end):
         """[end] floats, by the keys of the text itself and what was in slots."""
-        keys = self.text[lane, 1:end, head, 0]
-        extremes = list(zip(keys.amin(1).tolist(), keys.amax(1).tolist()))
+        digests = [expected_digest(keys) for keys in self.text[lane, 1:end, head, 0].tolist()]
         heads = query[head * GROUP : (head + 1) * GROUP].tolist()
-        logits = [[-INF, *(expected_logit(q, *own) for own in extremes)] for q in heads]
+        logits = [[-INF, *(expected_logit(q, digest) for digest in digests)] for q in heads]
         return group_scores(logits, self.held_before[lane][head])[0]
 
     def held(self, lane, head):
@@ -237,13 +239,15 @@ def test_with_caps_maps_and_pages_agree_and_traffic_is_bounded(cap, allowance, d
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("cap", "allowance"), [(1, 1000), (2, 3), (16, 1000)])
 def test_a_captured_background_with_pinned_host_blocks_equals_the_cpu(cap, allowance, device):
-    server = Server(torch.device("cpu"), 4, cap, allowance)
+    """Of normal numbers: the two round differently, so that of equal logits either might take the better."""
+    server = Server(torch.device("cpu"), 4, cap, allowance, integers=False)
     mirror = copy.copy(server)
     for name, value in vars(server).items():
         if isinstance(value, torch.Tensor):
             setattr(mirror, name, value.to(device))
     mirror.maps = SlotMaps(*(table.to(device) for table in server.maps))
     mirror.host = server.host.clone().pin_memory()
+    mirror.digests = server.digests.to(device, digest_dtype(device, server.digests.dtype))
     q = torch.zeros(len(LANES) * (1 + DRAFTS), KV_HEADS * GROUP, HEAD_DIM, device=device)
 
     def background():
@@ -279,7 +283,7 @@ def test_no_operation_looks_at_what_tensors_hold():
     lanes, sparse = ints(entries, dtype=torch.int64), ints(num_lanes, dtype=torch.bool)
     table, host_table, step = ints(num_lanes, columns), ints(num_lanes, MAX_BLOCKS), ints(1)
     kv, host = (torch.empty(*shape, 2, 2, 16, 8, device="meta") for shape in ((9,), (7, 2)))
-    digests = torch.empty(6, 2, 2, 8, device="meta")
+    digests = torch.empty(6, *digest_shape(2, 8), device="meta")
     maps = SlotMaps(*(ints(num_lanes, 2, size) for size in (slots, slots, MAX_BLOCKS)))
     counts = [ints(num_lanes, dtype=torch.int64) for _ in range(2)]
 

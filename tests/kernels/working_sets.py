@@ -80,10 +80,39 @@ def first_wanted(scores, count):
     return set(sorted(ranked, key=lambda block: (-scores[block], block))[:count])
 
 
-def expected_logit(q, least, most):
-    """What one query expects to find in a block of these extremes; lists of head_dim numbers."""
-    terms = (x * (a + b) / 2 + abs(x) * (b - a) / 4 for x, a, b in zip(q, least, most))
-    return sum(terms) / math.sqrt(len(q))
+E4M3 = [(8 * (code >= 8) + code % 8) * 2.0 ** (max(code // 8, 1) - 10) for code in range(127)]
+"""The numbers of that format that are not negative, as the code says them: 4 bits of exponent, 3 of mantissa."""
+
+
+def to_e4m3(x):
+    """The nearest number of E4M3, of two as near the one of even code; beyond all of them the last."""
+    size = min(abs(x), E4M3[-1])
+    nearest = min(range(127), key=lambda code: (abs(size - E4M3[code]), code % 2))
+    return math.copysign(E4M3[nearest], x)
+
+
+def slow(head_dim):
+    """The half of the coordinates that RoPE turns by the smallest angles a token."""
+    angles = [10000.0 ** (-2 * (d % (head_dim // 2)) / head_dim) for d in range(head_dim)]
+    return sorted(sorted(range(head_dim), key=lambda d: angles[d])[: head_dim // 2])
+
+
+def expected_digest(keys):
+    """[part][min, max][slow coordinate] of a block's [16][head_dim] keys, as lists."""
+    halves = (keys[:8], keys[8:])
+    return [
+        [[to_e4m3(pick(key[d] for key in half)) for d in slow(len(keys[0]))] for pick in (min, max)] for half in halves
+    ]
+
+
+def expected_logit(q, digest):
+    """What one query of head_dim numbers expects to find in a block of this digest, [part][min, max][slow]."""
+    own, root = [q[d] for d in slow(len(q))], math.sqrt(len(q))
+    parts = []
+    for least, most in digest:
+        terms = (x * (a + b) / 2 + 0.7 * abs(x) * (b - a) / 2 for x, a, b in zip(own, least, most))
+        parts.append(sum(terms) / root)
+    return math.log(sum(math.exp(part) for part in parts))
 
 
 def group_scores(logits, held=()):
