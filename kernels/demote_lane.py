@@ -20,12 +20,19 @@ from minserve.kernels.select_blocks import SlotMaps
 
 
 def rank_for_demotion(
-    kv: torch.Tensor, digests: torch.Tensor, query: torch.Tensor, pages: torch.Tensor, places: torch.Tensor, count: int
+    kv: torch.Tensor,
+    digests: torch.Tensor,
+    block_slot: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    places: torch.Tensor,
+    count: int,
 ) -> torch.Tensor:
     """Builds the digests of a lane's blocks [0, start), and says which of them each head wants: block 0 and `count` - 1
     others, [layers, kv_heads, start] bool.
 
     kv: [layers, pages, kv_heads, 2 (K, V), 16, head_dim]; digests: [layers, places, *digest_shape]
+    block_slot: [layers, kv_heads, max_blocks] int32, of the lane: -1, nothing is in a slot
     query: [layers, heads, head_dim], of the row that ranks; pages, places: [start] int64, start > 0.
     """
     num_layers, num_pages = kv.shape[:2]
@@ -35,16 +42,13 @@ def rank_for_demotion(
     flat = digests.view(-1, *digests.shape[2:])
     own = (layer * num_places + places).contiguous()
     build_digests(kv.view(-1, *kv.shape[2:]), flat, (layer * num_pages + pages).flatten(), own.flatten())
+    # On a GPU as wide as in all steps, for which the kernels have been compiled.
+    table = torch.full((num_layers, block_slot.shape[2] if kv.is_cuda else start), -1, dtype=torch.int32, device=device)
+    table[:, :start] = own
     end = torch.full_like(lanes, start)
-    logits = score_blocks(
-        query[:, None].expand(-1, 2, -1, -1).contiguous(),
-        flat,
-        own.to(torch.int32),
-        lanes,
-        end,
-    )
-    no_slot = torch.full((num_layers, kv.shape[2], start), -1, dtype=torch.int32, device=device)
-    wanted = rank_blocks(logits, no_slot, lanes, end, count - 1).wanted[:, LOOKAHEAD].contiguous()
+    queries = query[:, None].expand(-1, 2, -1, -1).contiguous()
+    logits = score_blocks(queries, flat, table, lanes, end)
+    wanted = rank_blocks(logits, block_slot, lanes, end, count - 1).wanted[:, LOOKAHEAD, :, :start].contiguous()
     wanted[..., 0] = True
     return wanted
 

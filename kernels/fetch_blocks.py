@@ -17,6 +17,7 @@ scales[host_table[lane, blocks[i]], layer, h], one for K and one for V, in float
 The torch reference reads host blocks that lie on the device of the pages.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -51,8 +52,9 @@ def fetch_blocks(
     page_table: torch.Tensor,
     scales: torch.Tensor | None = None,
     copying: AbstractContextManager[Any] | None = None,
-) -> None:
-    """Carries the plan out: writes pages of slots and all three maps.
+) -> Sequence[torch.Tensor]:
+    """Carries the plan out: writes pages of slots and all three maps. Returns what has to live until it is done, if
+    that is on another stream than the current one, whose allocator would give it to others.
 
     plan, maps, lanes, step: as in `select_blocks`
     host: [host_blocks, layers, kv_heads, 2 (K, V), 16, head_dim], of the pages' dtype, or float8_e4m3fn where there are
@@ -74,7 +76,7 @@ def fetch_blocks(
     assert (host_table.shape, host_table.dtype) == ((num_lanes, max_blocks), torch.int32), host_table.shape
     assert all(each.is_contiguous() for each in (plan.blocks, plan.slots, host, host_table))
     run = fetch_blocks_triton if kv.is_cuda else fetch_blocks_reference
-    run(plan, maps, lanes, step, host, layer, host_table, kv, page_table, scales, copying or nullcontext())
+    return run(plan, maps, lanes, step, host, layer, host_table, kv, page_table, scales, copying or nullcontext())
 
 
 def fetch_blocks_reference(
@@ -89,9 +91,9 @@ def fetch_blocks_reference(
     page_table: torch.Tensor,
     scales: torch.Tensor | None = None,
     copying: AbstractContextManager[Any] = nullcontext(),  # noqa: B008  it holds nothing
-) -> None:
+) -> Sequence[torch.Tensor]:
     if plan.blocks.numel() == 0:
-        return
+        return ()
     num_layers, kv_heads = host.shape[1:3]
     lane, head = (each.expand(plan.blocks.shape).flatten() for each in lanes_and_heads(lanes, kv_heads, 3))
     block, slot = (each.flatten().to(torch.int64) for each in (plan.blocks, plan.slots))
@@ -105,6 +107,7 @@ def fetch_blocks_reference(
         found = dequantize_blocks(found, scales.view(-1, 2).index_select(0, source), kv.dtype)
     with copying:
         take_slots(maps, lane, head, slot, block, valid, step, found, kv, page_table)
+    return ()
 
 
 @triton.jit(do_not_specialize=["num_fetches", "cap", "layer"])
@@ -184,7 +187,7 @@ def fetch_blocks_triton(
     page_table: torch.Tensor,
     scales: torch.Tensor | None = None,
     copying: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
-) -> None:
+) -> Sequence[torch.Tensor]:
     num_fetches = plan.blocks.numel()
     copies, num_copies = lanes.new_empty(num_fetches, 2), lanes.new_zeros(1, dtype=torch.int32)
     _list_copies_kernel[(triton.cdiv(num_fetches, TILE),)](
@@ -210,6 +213,7 @@ def fetch_blocks_triton(
     )
     with copying:
         _copy_listed(copies, num_copies, host, scales, kv, kv[0, 0].numel())
+    return copies, num_copies
 
 
 def copy_pieces(

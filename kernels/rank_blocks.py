@@ -108,13 +108,14 @@ def _rank_blocks_kernel(
         top = tl.maximum(top, part)
 
     slots = block_slot + (lane * kv_heads + head) * max_blocks
-    slot = tl.load(slots + block, mask=inside, other=-1)
-    ranked = top > 0.25 * worst  # nothing else is: not even half of `worst`, less half of a norm that is as bad
-    score = tl.where(ranked, top + tl.log(total) + tl.where(slot >= 0, ahead, 0.0), -float("inf"))
+    held = tl.load(slots + block, mask=inside, other=-1) >= 0
+    ranked = top > 0.25 * worst  # elsewhere it is about `worst`, or half of that where nothing is ranked
+    score = tl.where(ranked, top + tl.log(total) + tl.where(held, ahead, 0.0), -float("inf"))
     best = keep_best(order_of_floats(score), ranked, count)
     tl.store(scores + number * num_blocks + block, score, mask=inside)
     tl.store(wanted + number * num_blocks + block, best.to(tl.uint8), mask=inside)
     if number // kv_heads % 2 == normal:
+        slot = tl.load(slots + block, mask=inside, other=-1)  # once more, as registers are scarce
         missing = best & (slot < 0) & (block < tl.load(ring_start + entry))
         share = tl.zeros([width], tl.float32)
         for h in range(group):

@@ -33,7 +33,8 @@ COUNTERS = 5
 class Entries(NamedTuple):
     """lanes: [entries] int64, -1 for padding and for who is not sparse; own, at: the same, with lane 0 in place of -1,
     and with the row behind all lanes; ring; step: [1] int32, the clock of slot_used.
-    stacks: by the number of layers of a group, as far as they were needed.
+    stacks: by the number of layers of a group, as far as they were needed. held: what other streams read; if it were
+    given back before they have joined, it would be written by whatever comes next.
     """
 
     lanes: torch.Tensor
@@ -42,6 +43,7 @@ class Entries(NamedTuple):
     ring: Ring
     step: torch.Tensor
     stacks: dict[int, tuple[Stack, Sequence[torch.Tensor]]]
+    held: list[torch.Tensor]
 
 
 class Background:
@@ -73,8 +75,8 @@ class Background:
     def bytes_for(model: ModelConfig, num_slots: int, max_blocks: int, max_entries: int) -> int:
         """Bytes that passes on a GPU need beside the working sets: what is wanted, and the plans, of all layers, and
         the logits, scores and lists of a few groups. Twice: those of graphs, and of a pass that is in none."""
-        each_layer = 2 * max_blocks + 8 * num_slots
-        passing = 20 * max_blocks + 2 * 24 * num_slots
+        each_layer = 2 * max_blocks + (8 + 16) * num_slots
+        passing = 20 * max_blocks + 24 * num_slots
         heads = model.num_kv_heads * (model.num_layers * each_layer + LAYERS_AT_ONCE * passing)
         return 2 * max_entries * (heads + LAYERS_AT_ONCE * model.num_heads * 8 * max_blocks)
 
@@ -111,7 +113,7 @@ class Background:
         more = torch.where(sets.retried[:-1], 0, more)  # a lane has what it has for a token, not for a step
         refilled = torch.minimum(sets.allowance + more, most)
         sets.allowance.copy_(torch.where(takes_part[:-1], refilled, sets.allowance))
-        return Entries(lanes, lanes.clamp_min(0), at, Ring(start, next_start, retiring), sets.step.clone(), {})
+        return Entries(lanes, lanes.clamp_min(0), at, Ring(start, next_start, retiring), sets.step.clone(), {}, [])
 
     def _stacked(self, entries: Entries, num_layers: int) -> tuple[Stack, Sequence[torch.Tensor]]:
         """And where the rings of this step's rows and of the next one's begin, and caps; made when first needed."""
@@ -146,7 +148,8 @@ class Background:
                 entries.step,
                 caps,
             )
-            group.fetch(plan, stack.lanes, entries.step, stack.page_table, order.streams.fetching(number))
+            fetching = order.streams.fetching(number)
+            entries.held.extend(group.fetch(plan, stack.lanes, entries.step, stack.page_table, fetching))
             wanted.append(ranked.wanted)
             plans.append(plan)
             lacking.append(ranked.lacking.view(group.num_layers, len(entries.lanes), -1))

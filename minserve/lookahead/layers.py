@@ -125,14 +125,14 @@ class LayerGroup:
         step: torch.Tensor,
         page_table: torch.Tensor,
         copying: AbstractContextManager[Any] | None = None,
-    ) -> None:
-        """Carries a plan out. lanes, page_table: as in a stack; copying: as in `fetch_blocks`."""
+    ) -> Sequence[torch.Tensor]:
+        """Carries a plan out. lanes, page_table: as in a stack; copying, and what is returned: as in `fetch_blocks`."""
         sets = self._sets
         host, scales, layer, table = sets.host, sets.host_scales, self.layers.start, sets.host_table
         if self.num_layers > 1:
             host, layer, table = host.view(-1, 1, *host.shape[2:]), 0, sets.host_pieces[self.part].flatten(0, 1)
             scales = None if scales is None else scales.view(-1, 1, *scales.shape[2:])
-        fetch_blocks(plan, self._maps, lanes, step, host, layer, table, self._kv, page_table, scales, copying)
+        return fetch_blocks(plan, self._maps, lanes, step, host, layer, table, self._kv, page_table, scales, copying)
 
     def retire(
         self,

@@ -174,8 +174,8 @@ class WorkingSets:
         if start:
             pages = to_device(demotion.pages[:start], torch.int64, device)
             places = to_device(demotion.host_blocks, torch.int64, device)
-            query = self.queries[:, lane, LOOKAHEAD]
-            wanted = rank_for_demotion(self.kv, self.digests, query, pages, places, self.num_slots)
+            query, block_slot = self.queries[:, lane, LOOKAHEAD], maps.block_slot.contiguous()
+            wanted = rank_for_demotion(self.kv, self.digests, block_slot, query, pages, places, self.num_slots)
             demote_lane(self.kv, maps, wanted, pages, slot_pages, slot_blocks, self.step)
             self._set_hosts(torch.full_like(places, lane), torch.arange(start, device=device), places)
         table = to_device([*demotion.slot_pages, *demotion.ring_pages], torch.int32, device)

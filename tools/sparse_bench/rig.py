@@ -8,6 +8,7 @@ a step reads of the GPU's memory: if they were shared too, caches would answer h
 `host_table` says where digests are, and `sources` where the rest is.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,11 @@ class FabricatedSets(WorkingSets):
         self.host, self.host_scales = host.kv, host.scales
         shape = (num_lanes * max_blocks, *digest_shape(kv_heads, head_dim))
         self.digests = torch.empty(num_layers, *shape, dtype=digest_dtype(device, self.kv.dtype), device=device)
-        for digests in self.digests:  # of halves so far apart that it helps no block to be held (HELD_AHEAD)
-            middle = torch.empty(*shape[:3], shape[4], dtype=self.kv.dtype, device=device).normal_(0.0, 32.0)
-            digests[:, :, :, 0].copy_(middle - 1.42)
-            digests[:, :, :, 1].copy_(middle + 1.42)
+        for digests in self.digests:  # those of normal keys, about, so large that a held block has no lead
+            extremes = torch.empty(shape, dtype=self.kv.dtype, device=device).normal_(0.0, 0.5)
+            extremes[:, :, :, 0].sub_(1.42).clamp_(max=0.0)
+            extremes[:, :, :, 1].add_(1.42).clamp_(min=0.0)
+            digests.copy_(extremes.mul_(32.0))
         self.places = torch.arange(num_lanes * max_blocks, dtype=torch.int32, device=device).view(num_lanes, -1)
         self.sources = torch.randint(len(host.kv), self.places.shape, dtype=torch.int32, device=device)
         self.shift = torch.zeros(1, dtype=torch.int64, device=device)
@@ -85,7 +87,7 @@ class _Group(LayerGroup):
 
     def fetch(
         self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor, page_table: torch.Tensor, copying: Any = None
-    ) -> None:
+    ) -> Sequence[torch.Tensor]:
         if self.num_layers > 1:
             return super().fetch(plan, lanes, step, page_table, copying)
         sets = self._sets

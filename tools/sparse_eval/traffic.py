@@ -19,14 +19,14 @@ class Traffic:
     def __init__(self) -> None:
         self.hits = self.misses = self.cut = self.surprises = 0
         self.num_steps = self.num_tokens = self.num_again = 0
-        self.lacking = 0.0
+        self.lacking: list[float] = []
 
     def add(self, steps: Iterable[Seen]) -> None:
         for seen in steps:
             self.num_steps += 1
             self.num_tokens += len(seen.tokens)
             self.num_again += not seen.tokens
-            self.lacking += seen.lacking
+            self.lacking.append(seen.lacking)
             if seen.fetched is not None:
                 self.hits += seen.fetched.hits
                 self.misses += seen.fetched.misses
@@ -35,8 +35,9 @@ class Traffic:
 
     def row(self, bench: Bench) -> Row:
         """For a step and one KV head of one layer, but bytes and retries. lacking: what a step decides by whether to
-        run again."""
+        run again; lacking_3_above: what 3% of the steps are above."""
         steps = max(self.num_steps, 1)
+        ordered = sorted(self.lacking) or [0.0]
         each = steps * bench.heads
         moved = (self.misses - self.cut) * bench.piece_bytes
         return {
@@ -45,7 +46,8 @@ class Traffic:
             "cut": self.cut / each,
             "fetched": (self.misses - self.cut) / each,
             "surprises": self.surprises / each,
-            "lacking": self.lacking / steps,
+            "lacking": sum(self.lacking) / steps,
+            "lacking_3_above": ordered[int(0.97 * len(ordered))],
             "bytes_per_step": moved / steps,
             "bytes_per_token": moved / max(self.num_tokens, 1),
             "retries": self.num_again / steps,
