@@ -25,7 +25,7 @@ from minserve.kernels.score_blocks import NORMAL
 HELD_AHEAD = 0.5
 """Nats."""
 
-NUMBERS_PER_WARP = 1024
+NUMBERS_PER_WARP = 512
 
 
 class Ranking(NamedTuple):

@@ -11,7 +11,8 @@ twice as long as there are slow coordinates, with u = UPPER:
 
     [u min(q, 0) + (1 - u) max(q, 0), u max(q, 0) + (1 - u) min(q, 0)] . [min, max]
 
-On a GPU the weights are rounded to the queries' dtype, by 2^-9 at most in bfloat16.
+On a GPU weights of 16 bits are float16, by which bfloat16 is rounded by 2^-11 at most: what E4M3 holds becomes float16
+in one instruction, and bfloat16 in several.
 
 Two rows of each lane are looked at together, so that digests are read once: the lookahead row, which says what the next
 step wants, and the normal row, which says what this one would have wanted. rank_blocks.py says it of a whole group.
@@ -149,7 +150,7 @@ def _score_blocks_kernel(
     place = tl.load(table + block, mask=(block >= 1) & (block < stop), other=-1)
     q = queries + (entry * 2 * kv_heads + head) * (group * head_dim)
     weights = _load_weights(q, kv_heads * group * head_dim, upper, group, head_dim, members, width)
-    weights = weights.to(queries.dtype.element_ty)
+    weights = weights.to(tl.float16 if queries.dtype.element_ty.primitive_bitwidth == 16 else tl.float32)
     side = tl.arange(0, width)[None, None, :]
     part = tl.arange(0, parts)[None, :, None]
     # Places are looked up a tile ahead, as pages are in decode_attention.py.
@@ -165,7 +166,7 @@ def _score_blocks_kernel(
         logit = tl.where(logit == logit, tl.minimum(tl.maximum(logit, -most), most), -most)
         logit = tl.reshape(logit, [tile, parts, 2 * members])
         best = tl.max(logit, 1)
-        logit = best + tl.log(tl.sum(tl.exp(logit - best[:, None, :]), 1))
+        logit = best + 0.6931471805599453 * tl.log2(tl.sum(tl.exp(logit - best[:, None, :]), 1))
         logit = tl.where(ranked[:, None], logit, -float("inf"))
         tl.store(out + block[:, None], logit, mask=(block < stop)[:, None] & is_head)
 
