@@ -166,7 +166,7 @@ def _score_blocks_kernel(
         logit = tl.where(logit == logit, tl.minimum(tl.maximum(logit, -most), most), -most)
         logit = tl.reshape(logit, [tile, parts, 2 * members])
         best = tl.max(logit, 1)
-        logit = best + 0.6931471805599453 * tl.log2(tl.sum(tl.exp(logit - best[:, None, :]), 1))
+        logit = best + tl.log(tl.sum(tl.exp(logit - best[:, None, :]), 1))
         logit = tl.where(ranked[:, None], logit, -float("inf"))
         tl.store(out + block[:, None], logit, mask=(block < stop)[:, None] & is_head)
 
