@@ -36,7 +36,7 @@ UPPER = 0.85
 """How much the upper bound counts; the lower bound has the rest."""
 
 TILE, NUM_WARPS, NUM_STAGES = 64, 4, 3
-"""Blocks that a program scores at a time, its warps, and stages: with two, more programs fit on an SM."""
+"""Blocks that a program scores at a time, its warps, and stages."""
 
 PROGRAMS = 256
 """How many programs are enough to keep a GPU reading."""

@@ -181,6 +181,7 @@ def _on_gpu_for_host_blocks(
         sets_bytes = WorkingSets.bytes_for(
             model,
             machine.dtype,
+            machine.device,
             num_lanes=machine.max_num_seqs,
             max_blocks=max_blocks,
             num_slots=num_slots,

@@ -113,19 +113,22 @@ class WorkingSets:
     def bytes_for(
         config: ModelConfig,
         dtype: torch.dtype,
+        device: torch.device,
         *,
         num_lanes: int,
         max_blocks: int,
         num_slots: int,
         num_host_blocks: int,
     ) -> int:
-        """Bytes of the tables of such sets, before there are any."""
+        """Bytes of the tables of such sets on a device, before there are any."""
+        digest_bytes = digest_dtype(device, dtype).itemsize  # of a number, as sets on no device have it in 8 bits
         device = torch.device("meta")
         kv_shape = (config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
         pages = Memory(torch.empty(config.num_layers, 1, *kv_shape, dtype=dtype, device=device))
         host = Memory(torch.empty(num_host_blocks, config.num_layers, *kv_shape, dtype=dtype, device=device))
         lanes = Lanes(num_lanes, max_blocks, 1, device)
-        return WorkingSets(pages, host, lanes, config.num_heads, num_slots).nbytes
+        sets = WorkingSets(pages, host, lanes, config.num_heads, num_slots)
+        return sets.nbytes + sets.digests.numel() * digest_bytes - sets.digests.nbytes
 
     @property
     def nbytes(self) -> int:

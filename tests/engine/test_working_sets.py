@@ -12,6 +12,8 @@ from minserve.kernels.fp8 import FP8
 from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from minserve.kernels.sparse_rows import RING
 from minserve.lookahead.order import Order
+from minserve.memory.working_sets import WorkingSets
+from minserve.models.config import ModelConfig
 from tests.engine.heads import write_head
 from tests.engine.tiny import CONFIG, tiny_engine
 from tests.kernels.working_sets import slow
@@ -210,6 +212,20 @@ def test_an_allowance_bounds_what_a_layer_fetches_and_is_saved_up(tmp_path):
         budget -= step.fetched.misses - step.fetched.cut
         assert budget >= 0, "more was fetched than allowed"
         check(own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_tables_take_is_known_before_there_are_any(tmp_path, dtype):
+    """A CPU keeps digests in the pages' dtype, a GPU in 8 bits."""
+    sets = lab(tmp_path, 4, dtype=str(dtype).removeprefix("torch.")).sets
+    sizes = {"num_lanes": sets.num_lanes, "max_blocks": sets.host_table.shape[1], "num_slots": 4}
+    sizes["num_host_blocks"] = sets.digests.shape[1]
+    cpu, gpu = (
+        WorkingSets.bytes_for(ModelConfig.from_folder(tmp_path), dtype, torch.device(name), **sizes)
+        for name in ("cpu", "cuda")
+    )
+    assert cpu == sets.nbytes
+    assert cpu - gpu == sets.digests.numel() * (dtype.itemsize - 1)
 
 
 def test_a_lane_that_is_set_up_anew_is_resident(tmp_path):

@@ -25,6 +25,7 @@ MODEL = {
     "architectures": ["Qwen3ForCausalLM"],  # with norms of queries and keys, without which all blocks are alike to them
     "hidden_size": 128,
     "head_dim": 64,
+    "rope_theta": 30.0,  # the slow coordinates, of which digests are made, turn in texts as short as these
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": 6,  # two groups of the background's

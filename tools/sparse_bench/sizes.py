@@ -74,6 +74,7 @@ class Sizes:
         sets = WorkingSets.bytes_for(
             self.model,
             self.dtype,
+            torch.device("cuda"),
             num_lanes=num_requests,
             max_blocks=self.num_blocks,
             num_slots=self.num_slots,
