@@ -265,8 +265,7 @@ class Scheduler:
                 self._blocks.publish(request.id, request.token_ids, entry.num_computed)
             if entry.chunk is None:
                 accepted.append((entry, len(token_ids) - 1))
-        if result.seconds is not None and any(entry.is_sparse for entry, _ in accepted):
-            self._sparsity.note_step(result.seconds)
+        self._sparsity.note_step(any(entry.is_sparse for entry, _ in accepted), result.seconds)
         self._launches.note_accepted(accepted, result.seconds, self._counters)
         return deltas
 

@@ -274,9 +274,10 @@ class Sparsity:
             "refills": [(request.lane, *share) for request, share in zip(sparse, shares, strict=True)],
         }
 
-    def note_step(self, seconds: float) -> None:
-        """What a step took in which somebody was sparse."""
-        self._budget.note(seconds)
+    def note_step(self, is_sparse: bool, seconds: float | None) -> None:
+        """What a step took, if that tells anything; is_sparse: somebody was so in it."""
+        if is_sparse and seconds is not None:
+            self._budget.note(seconds)
 
     def note(self, request: Request, fetched: Fetched, ran_again: bool) -> None:
         """What a step did for a request that was sparse in it."""
