@@ -15,7 +15,7 @@ summarized when it is full and all of its tokens are accepted.
 
 import torch
 
-from minserve.kernels.fp8 import FP8, FP8_MAX
+from minserve.kernels.fp8 import CAPABILITY, FP8, FP8_MAX
 from minserve.kernels.lang import tl, triton
 from minserve.kernels.masked_write import write_where
 
@@ -29,8 +29,10 @@ def digest_shape(kv_heads: int, head_dim: int) -> tuple[int, int, int, int]:
 
 
 def digest_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """dtype: of pages, in which a CPU keeps the rounded numbers, as it multiplies by no others."""
-    return dtype if device.type == "cpu" else FP8
+    """dtype: of pages, in which the rounded numbers are kept where 8 bits would be no help: on a CPU, which turns them
+    into float32, and on GPUs before the first that know E4M3."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY
+    return dtype if old or device.type == "cpu" else FP8
 
 
 def slow_coordinates(x: torch.Tensor) -> torch.Tensor:

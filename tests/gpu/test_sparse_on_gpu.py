@@ -106,8 +106,11 @@ def test_blocks_that_come_in_8_bits_are_those_that_the_maps_say(tmp_path):
     assert num_fetched
 
 
-def check_pages(sets, lane=0):
-    """Every slot of a sparse lane holds the block that its map says; in 8 bits, it would be the same host block."""
+def check_pages(sets, lane=0, rtol=0.0):
+    """Every slot of a sparse lane holds the block that its map says; in 8 bits, it would be the same host block.
+
+    rtol: two requests that compute the same block at the same time may do so with other last bits, and the host tier
+    keeps one of the two."""
     torch.cuda.synchronize()
     for layer in range(len(sets.kv)):
         for head in range(sets.kv.shape[2]):
@@ -120,7 +123,7 @@ def check_pages(sets, lane=0):
                 pages, scales = quantize_blocks(pages)
                 torch.testing.assert_close(scales, sets.host_scales[hosts, layer, head], rtol=1e-6, atol=0)
                 pages, stored = pages.view(torch.uint8), stored.view(torch.uint8)
-            assert torch.equal(pages.cpu(), stored)
+            torch.testing.assert_close(pages.cpu(), stored, rtol=rtol, atol=rtol)
 
 
 def traffic():
@@ -239,7 +242,7 @@ def test_with_copies_beside_the_steps_pages_hold_what_the_maps_say(tmp_path, mon
             torch.cuda.synchronize()
             lanes = [r.lane for r in own._scheduler.running if r.policy is not None and sets.sparse[r.lane]]
             for lane in lanes:
-                check_pages(sets, lane)
+                check_pages(sets, lane, rtol=1e-4)
             num_checked += len(lanes)
 
     texts(own, check)
