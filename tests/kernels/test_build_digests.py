@@ -144,9 +144,11 @@ def test_both_extremes_are_taken_before_they_are_rounded_to_even(build, device):
     assert digests[0, 0].tolist() == expected
 
 
-def test_a_cpu_keeps_what_it_can_multiply_and_a_gpu_8_bits():
+@pytest.mark.parametrize(("capability", "on_gpu"), [((9, 0), FP8), ((8, 9), FP8), ((8, 6), torch.bfloat16)])
+def test_a_cpu_keeps_what_it_can_multiply_and_a_gpu_8_bits_if_it_knows_them(monkeypatch, capability, on_gpu):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert digest_dtype(torch.device("cpu"), torch.bfloat16) == torch.bfloat16
-    assert digest_dtype(torch.device("cuda"), torch.bfloat16) == FP8
+    assert digest_dtype(torch.device("cuda"), torch.bfloat16) == on_gpu
 
 
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):
