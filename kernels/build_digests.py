@@ -31,8 +31,9 @@ def digest_shape(kv_heads: int, head_dim: int) -> tuple[int, int, int, int]:
 def digest_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """dtype: of pages, in which the rounded numbers are kept where 8 bits would be no help: on a CPU, which turns them
     into float32, and on GPUs before the first that know E4M3."""
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY
-    return dtype if old or device.type == "cpu" else FP8
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    is_old = is_here and torch.cuda.get_device_capability(device) < CAPABILITY
+    return dtype if is_old or device.type == "cpu" else FP8
 
 
 def slow_coordinates(x: torch.Tensor) -> torch.Tensor:

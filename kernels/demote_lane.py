@@ -7,8 +7,8 @@
 A block moves by a copy of one head of its page. What a copy writes is a slot whose block is not wanted, and what it
 reads is the page of a block that is, so copies may run in any order.
 
-This is the torch reference, on any device. It is told by the host which lane, and waits for the device: nobody demotes
-in every step.
+Blocks are ranked by the kernels of a step, and moved in plain torch, on any device. It is told by the host which lane,
+and waits for the device: nobody demotes in every step.
 """
 
 import torch

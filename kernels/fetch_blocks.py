@@ -217,14 +217,15 @@ def fetch_blocks_triton(
 
 
 def copy_pieces(
-    copies: torch.Tensor, count: int, host: torch.Tensor, scales: torch.Tensor | None, kv: torch.Tensor
+    copies: torch.Tensor, num_copies: torch.Tensor, host: torch.Tensor, scales: torch.Tensor | None, kv: torch.Tensor
 ) -> None:
     """On a GPU: kv[target] = host[source], by the kernel that fetches.
 
-    copies: [count, 2 (source, target)] int64; host: [pieces, 2, 16, head_dim], in pinned memory, a piece being one
-    head's; scales: [pieces, 2] float32, or None; kv: [any, 2, 16, head_dim]
+    copies: [n, 2 (source, target)] int64; num_copies: [1] int32, how many of these
+    host: [pieces, 2, 16, head_dim], in pinned memory, a piece being one head's; kv: [any, 2, 16, head_dim]
+    scales: [pieces, 2] float32, or None
     """
-    _copy_listed(copies, copies.new_full((1,), count, dtype=torch.int32), host, scales, kv, kv[0].numel())
+    _copy_listed(copies, num_copies, host, scales, kv, kv[0].numel())
 
 
 def _copy_listed(

@@ -6,6 +6,7 @@ kernel needs a call here.
 
 import functools
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -184,8 +185,8 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     scores = logits[:, :, : model.kv_heads].contiguous()
     wanted = scores.bool()
     ranking = (wanted[:, LOOKAHEAD], scores[:, LOOKAHEAD], wanted[:, NORMAL])
-    for cap in CAPS:
-        yield functools.partial(select_blocks_triton, *ranking, maps, lanes, sparse, lanes, of_lane, step, cap)
+    for cap, caps in product(CAPS, (None, lanes)):
+        yield functools.partial(select_blocks_triton, *ranking, maps, lanes, sparse, lanes, of_lane, step, cap, caps)
     plan = FetchPlan(*(empty(entries, model.kv_heads, size, dtype=torch.int32) for size in (CAPS[0], CAPS[0], 4)))
     fetch = functools.partial(fetch_blocks_triton, plan, maps, lanes, step)
     yield functools.partial(fetch, host, 1, host_table, kv, table)

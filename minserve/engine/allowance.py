@@ -23,9 +23,13 @@ SETTLED_SHARE = 0.5
 MEMORY = 8
 """What a lane did without, and what steps took, is remembered for about so many steps."""
 
-LINK_SHARE = 0.9
-"""Of what the link carries while a step computes, what steps may ask of it: other copies cross it too, and fetches
-reach a little less beside a step than alone."""
+LINK_SHARE = 0.8
+"""Of what the link carries while a step computes, what steps may ask of it: other copies cross it too, and beside a
+step fetches reach nine tenths of what they do alone."""
+
+
+LONGEST = 1.25
+"""A step that takes more than so many times what steps lately took counts as if it took that."""
 
 
 @dataclass(slots=True)
@@ -59,7 +63,9 @@ class LinkBudget:
 
     def note(self, seconds: float) -> None:
         """A step of sparse lanes took so long."""
-        self.seconds = seconds if self.seconds is None else self.seconds + (seconds - self.seconds) / MEMORY
+        if self.seconds is None:
+            self.seconds = seconds
+        self.seconds += (min(seconds, LONGEST * self.seconds) - self.seconds) / MEMORY
 
     def most(self, num_layers: int) -> int | None:
         """Blocks that all lanes together may fetch in each layer of the next step; None: as many as they like."""
@@ -70,15 +76,19 @@ class LinkBudget:
 
 def refills(lanes: Sequence[Allowance], most: int | None = None) -> list[tuple[int, int]]:
     """For each lane, (blocks that it may fetch more, the most that it may have saved up). In sum no more than their
-    averages, and those of lanes that are not fixed no more than `most`, but for one block each."""
+    averages, and no more than `most`, but for what fixed lanes get in any case, and a block for each other."""
     adaptive = [lane for lane in lanes if not lane.fixed]
     total, wanted = sum(lane.base for lane in adaptive), sum(lane.want for lane in adaptive)
-    part = 1.0 if most is None or most >= total else most / total
+    left = total if most is None else most - sum(lane.base for lane in lanes if lane.fixed)
+    part = min(max(left, 0) / total, 1.0) if total else 1.0
     to_share = (1 - SETTLED_SHARE) * part * total if wanted > 0 else 0.0
     return [
         (lane.base, lane.base)
         if lane.fixed
-        else (_refill(lane, part, to_share * lane.want / wanted if wanted > 0 else None), BURST_STEPS * lane.base)
+        else (
+            _refill(lane, part, to_share * lane.want / wanted if wanted > 0 else None),
+            max(BURST_STEPS, int(BURST_STEPS * part * lane.base)),
+        )
         for lane in lanes
     ]
 
@@ -88,5 +98,5 @@ def _refill(lane: Allowance, part: float, share: float | None) -> int:
     and nothing is."""
     average = part * lane.base
     if share is not None:
-        average = min(SETTLED_SHARE * average + share, BURST_STEPS * lane.base)
+        average = min(SETTLED_SHARE * average + share, BURST_STEPS * average)
     return max(1, int(average))

@@ -176,7 +176,8 @@ def _on_gpu_for_host_blocks(
         if not has_sets:
             return number * scale_bytes
         entries = graph_sizes(machine.max_num_seqs)[-1]
-        passes = Background.bytes_for(model, num_slots, max_blocks, entries)
+        recalls = config.miss_policy == "recall"
+        passes = Background.bytes_for(model, num_slots, max_blocks, entries, recalls=recalls)
         passes += 4 * AT_ONCE * KVPages.bytes_per_page(model, machine.dtype)
         sets_bytes = WorkingSets.bytes_for(
             model,

@@ -87,7 +87,7 @@ class Engine:
         plan = self._scheduler.schedule()
         if not plan.is_empty:
             self._lanes.prepare(plan)
-            tells = not plan.chunks and plan.num_drafts == plan.num_proposals
+            tells = not (plan.chunks or plan.demotions) and plan.num_drafts == plan.num_proposals
             launched_at = time.perf_counter()  # a CPU computes the step while it is launched
             self._in_flight.append(_InFlight(self._runner.run(plan), launched_at, tells))
         deltas = self._commit(keep=0 if plan.is_empty else self._run_ahead)

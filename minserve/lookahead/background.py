@@ -72,13 +72,16 @@ class Background:
         self._unlimited = torch.full((num_layers * sets.num_lanes,), unlimited, dtype=torch.int32, device=device)
 
     @staticmethod
-    def bytes_for(model: ModelConfig, num_slots: int, max_blocks: int, max_entries: int) -> int:
+    def bytes_for(model: ModelConfig, num_slots: int, max_blocks: int, max_entries: int, *, recalls: bool) -> int:
         """Bytes that passes on a GPU need beside the working sets: what is wanted, and the plans, of all layers, and
-        the logits, scores and lists of a few groups. Twice: those of graphs, and of a pass that is in none."""
+        the logits, scores and lists of a few groups, and of one layer in the foreground if that recalls. Twice: those
+        of graphs, and of a pass that is in none."""
         each_layer = 2 * max_blocks + (8 + 16) * num_slots
         passing = 20 * max_blocks + 24 * num_slots
         heads = model.num_kv_heads * (model.num_layers * each_layer + LAYERS_AT_ONCE * passing)
-        return 2 * max_entries * (heads + LAYERS_AT_ONCE * model.num_heads * 8 * max_blocks)
+        of_logits = 8 * model.num_heads * max_blocks
+        recalled = model.num_kv_heads * passing + of_logits if recalls else 0
+        return 2 * max_entries * (heads + LAYERS_AT_ONCE * of_logits + recalled)
 
     def run(self, num_entries: int) -> None:
         """Of the step whose foreground has been launched last, up to its logits. On the background's stream."""

@@ -104,13 +104,14 @@ class HostPool:
             return None
         pieces, pages = (kv.view(-1, *kv.shape[3:]) for kv in (self.kv, self._pages.kv))
         scales = None if self.scales is None else self.scales.view(-1, 2)
-        targets = torch.arange(min(LINK_PIECES, len(pages)), device=pages.device)
+        targets = torch.arange(LINK_PIECES, device=pages.device) % len(pages)
         copies = torch.stack((torch.randint_like(targets, len(pieces)), targets), dim=1)
+        num_copies = copies.new_full((1,), len(copies), dtype=torch.int32)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         seconds: list[float] = []
         for _ in range(LINK_TRIALS):
             begin.record()
-            copy_pieces(copies, len(copies), pieces, scales, pages)
+            copy_pieces(copies, num_copies, pieces, scales, pages)
             end.record()
             end.synchronize()
             seconds.append(begin.elapsed_time(end) / 1000)

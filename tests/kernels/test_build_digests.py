@@ -146,6 +146,7 @@ def test_both_extremes_are_taken_before_they_are_rounded_to_even(build, device):
 
 @pytest.mark.parametrize(("capability", "on_gpu"), [((9, 0), FP8), ((8, 9), FP8), ((8, 6), torch.bfloat16)])
 def test_a_cpu_keeps_what_it_can_multiply_and_a_gpu_8_bits_if_it_knows_them(monkeypatch, capability, on_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert digest_dtype(torch.device("cpu"), torch.bfloat16) == torch.bfloat16
     assert digest_dtype(torch.device("cuda"), torch.bfloat16) == on_gpu

@@ -63,7 +63,9 @@ def test_a_link_that_carries_less_leaves_less_for_all_but_fixed_lanes():
     assert refills(lanes, most=48) == refills(lanes, most=1000) == refills(lanes)
     lanes[2].note(50)
     assert [blocks for blocks, _ in refills(lanes, most=24)] == [3, 3, 3 + 12, 3]
-    assert refills([*lanes, Allowance(base=12, fixed=True)], most=24)[-1] == (12, 12)
+    with_fixed = refills([*lanes, Allowance(base=12, fixed=True)], most=36)
+    assert [blocks for blocks, _ in with_fixed] == [3, 3, 3 + 12, 3, 12], "the link carries what fixed ones take too"
+    assert {saved for _, saved in with_fixed[:4]} == {6 * BURST_STEPS}
     assert [blocks for blocks, _ in refills(lanes, most=0)] == [1, 1, 1, 1], "nobody is shut out for ever"
 
 
@@ -76,13 +78,22 @@ def test_the_link_s_budget_is_what_it_carries_in_most_of_a_step():
 
 
 @pytest.mark.parametrize(("wanted", "computes_s"), [(5000, 0.020), (500, 0.020), (50_000, 0.004)])
-def test_steps_end_up_waiting_for_nothing_that_is_fetched(wanted, computes_s):
-    """Of lanes that take all that they may. Until then a step takes what its fetches take."""
-    budget, num_layers, taken_s = LinkBudget(blocks_s=6e6), 36, 1.0
-    for _ in range(600):
+@pytest.mark.parametrize("slower", [1.0, 1.1])
+def test_steps_end_up_waiting_for_nothing_that_is_fetched(wanted, computes_s, slower):
+    """Of lanes that take all that they may. Until then a step takes what its fetches take, which are slower beside a
+    step than alone."""
+    budget, num_layers, taken_s = LinkBudget(blocks_s=6e6), 36, 0.1
+    for _ in range(400):
         budget.note(taken_s)
         blocks = min(wanted, budget.most(num_layers))
-        taken_s = max(computes_s, blocks * num_layers / budget.blocks_s)
+        taken_s = max(computes_s, slower * blocks * num_layers / budget.blocks_s)
     assert taken_s == computes_s
     assert blocks == min(wanted, int(LINK_SHARE * 6e6 * budget.seconds / num_layers))
     assert budget.seconds == pytest.approx(computes_s, rel=1e-3)
+
+
+def test_one_long_step_says_little_of_the_next_ones():
+    budget = LinkBudget(blocks_s=1000.0)
+    budget.note(1.0)
+    budget.note(100.0)
+    assert budget.seconds == pytest.approx(1 + 0.25 / 8)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minserve.kernels.build_digests import digest_shape
-from minserve.kernels.fp8 import FP8
+from minserve.kernels.build_digests import digest_dtype, digest_shape
 from minserve.kernels.sparse_rows import RING
 from minserve.lookahead.background import Background
 from minserve.memory.blocks import blocks_for
@@ -62,7 +61,7 @@ class Sizes:
     def digest_bytes(self) -> int:
         """Of the digests of one block, on a GPU."""
         shape = digest_shape(self.model.num_kv_heads, self.model.head_dim)
-        return self.model.num_layers * math.prod(shape) * FP8.itemsize
+        return self.model.num_layers * math.prod(shape) * digest_dtype(torch.device("cuda"), self.dtype).itemsize
 
     def full_caps(self, cap: int) -> int:
         """Pieces that a lane fetches in a step in which every KV head of every layer takes its cap."""
@@ -81,7 +80,7 @@ class Sizes:
             num_host_blocks=num_requests * self.num_blocks,
         )
         entries = graph_sizes(num_requests)[-1]
-        passes = Background.bytes_for(self.model, self.num_slots, self.num_blocks, entries)
+        passes = Background.bytes_for(self.model, self.num_slots, self.num_blocks, entries, recalls=False)
         scales = self.num_blocks * HostPool.device_bytes_per_block(self.model, self.host_dtype)
         own = self.pages_per_lane * self.block_bytes + scales + self.draft_bytes
         return num_requests * own + lanes + sets + passes
