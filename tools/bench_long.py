@@ -10,15 +10,19 @@ is a second rate, by the processor's time, which other work on the machine distu
 """
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from bench_drafts import rates, run
-from sparse_eval.texts import Texts
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from minserve import LLM
 from minserve.protocol import SamplingParams
 from minserve.weights.default_model import ensure_default_model
+from tools.bench_drafts import rates, run
+from tools.sparse_eval.texts import Texts
 
 HOST_BYTES = 2**30
 
