@@ -24,6 +24,8 @@ from aiohttp import web
 from http_clients import Clients
 from streams import Figures
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the tests' own servers
+
 from minserve.api.server import Server, bind
 from minserve.api.service import Service
 from minserve.config import ServerConfig

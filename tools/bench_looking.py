@@ -19,6 +19,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +29,8 @@ from typing import NamedTuple
 
 import aiohttp
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the tests' own servers
 
 from minserve.config import EngineConfig
 from minserve.engine import wire

@@ -25,6 +25,8 @@ from pathlib import Path
 import burst_client
 import uvloop
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the tests' own servers
+
 from minserve.api.server import Server, bind
 from minserve.api.service import Service
 from minserve.config import ServerConfig

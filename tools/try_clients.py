@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the tests' own servers
+
 from minserve.weights.default_model import DEFAULT_MODEL_NAME, ensure_default_model
 from tests.api.real import RealServer
 
