@@ -37,7 +37,7 @@ def sparse_machine(rng):
         num_verified=rng.choice([0, 1, 3, 8]),
         miss_policy=rng.choice(["approximate", "retry", "retry", "recall"]),
         has_head=num_drafts > 0,
-        link_bytes_s=rng.choice([None, 1.0, 100.0]),
+        link_bytes_s=(None, 1.0, 100.0)[num_pages % 3],
     )
     return {
         "num_pages": num_pages,
