@@ -13,6 +13,8 @@ The keys are those after RoPE, as they stand in pages. Neither extreme can be un
 summarized when it is full and all of its tokens are accepted.
 """
 
+from typing import Any
+
 import torch
 
 from minserve.kernels.fp8 import CAPABILITY, FP8, FP8_MAX
@@ -68,6 +70,12 @@ def build_digests_reference(kv: torch.Tensor, digests: torch.Tensor, pages: torc
 
 
 @triton.jit
+def slow_column(number, head_dim: tl.constexpr) -> Any:
+    """Where the slow coordinate of that number stands, as `slow_coordinates` has them."""
+    return number + head_dim // 4 + number // (head_dim // 4) * (head_dim // 4)
+
+
+@triton.jit
 def _round_to_e4m3(x, largest: tl.constexpr):
     """float32, to the nearest number of E4M3, of two as near to the even one: by arithmetic, so that wider dtypes hold
     the same. Triton's interpreter rounds otherwise."""
@@ -90,13 +98,11 @@ def _build_digests_kernel(
     if place >= 0:
         page = tl.load(pages + number)
         half: tl.constexpr = head_dim // 2
-        quarter: tl.constexpr = head_dim // 4
         column = tl.arange(0, width)[None, :]
         known = column < half
-        slow = column + quarter + column // quarter * quarter
         token = tl.arange(0, block_size)[:, None]
         source = kv + (page * kv_heads + head) * (2 * block_size * head_dim)
-        keys = tl.load(source + token * head_dim + slow, mask=known, other=0.0).to(tl.float32)
+        keys = tl.load(source + token * head_dim + slow_column(column, head_dim), mask=known, other=0.0).to(tl.float32)
         keys = tl.reshape(keys, [parts, block_size // parts, width])
         target = digests + (place * kv_heads + head) * (2 * parts * half)
         target += tl.arange(0, parts)[:, None] * (2 * half) + column

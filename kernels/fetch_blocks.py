@@ -32,6 +32,9 @@ from minserve.kernels.slots import SlotMaps, check_slots, lanes_and_heads, take_
 
 __all__ = ["fetch_blocks", "retire_block"]
 
+HERE = nullcontext()
+"""On the current stream."""
+
 PROGRAMS, PROGRAMS_FP8 = 32, 64
 """Of one warp each, which copy a block at once: enough to fill the link (50 GB/s of 55 on an H200). Fewer programs of
 more warps would leave more SMs alone, but they are slower, and a product beside them is not faster."""
@@ -51,7 +54,7 @@ def fetch_blocks(
     kv: torch.Tensor,
     page_table: torch.Tensor,
     scales: torch.Tensor | None = None,
-    copying: AbstractContextManager[Any] | None = None,
+    copying: AbstractContextManager[Any] = HERE,
 ) -> Sequence[torch.Tensor]:
     """Carries the plan out: writes pages of slots and all three maps. Returns what has to live until it is done, if
     that is on another stream than the current one, whose allocator would give it to others.
@@ -76,7 +79,7 @@ def fetch_blocks(
     assert (host_table.shape, host_table.dtype) == ((num_lanes, max_blocks), torch.int32), host_table.shape
     assert all(each.is_contiguous() for each in (plan.blocks, plan.slots, host, host_table))
     run = fetch_blocks_triton if kv.is_cuda else fetch_blocks_reference
-    return run(plan, maps, lanes, step, host, layer, host_table, kv, page_table, scales, copying or nullcontext())
+    return run(plan, maps, lanes, step, host, layer, host_table, kv, page_table, scales, copying)
 
 
 def fetch_blocks_reference(
@@ -90,7 +93,7 @@ def fetch_blocks_reference(
     kv: torch.Tensor,
     page_table: torch.Tensor,
     scales: torch.Tensor | None = None,
-    copying: AbstractContextManager[Any] = nullcontext(),  # noqa: B008  it holds nothing
+    copying: AbstractContextManager[Any] = HERE,
 ) -> Sequence[torch.Tensor]:
     if plan.blocks.numel() == 0:
         return ()
@@ -186,7 +189,7 @@ def fetch_blocks_triton(
     kv: torch.Tensor,
     page_table: torch.Tensor,
     scales: torch.Tensor | None = None,
-    copying: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+    copying: AbstractContextManager[Any] = HERE,
 ) -> Sequence[torch.Tensor]:
     num_fetches = plan.blocks.numel()
     copies, num_copies = lanes.new_empty(num_fetches, 2), lanes.new_zeros(1, dtype=torch.int32)
@@ -212,7 +215,7 @@ def fetch_blocks_triton(
         num_warps=4,
     )
     with copying:
-        _copy_listed(copies, num_copies, host, scales, kv, kv[0, 0].numel())
+        copy_pieces(copies, num_copies, host, scales, kv.flatten(0, 1))
     return copies, num_copies
 
 
@@ -222,22 +225,10 @@ def copy_pieces(
     """On a GPU: kv[target] = host[source], by the kernel that fetches.
 
     copies: [n, 2 (source, target)] int64; num_copies: [1] int32, how many of these
-    host: [pieces, 2, 16, head_dim], in pinned memory, a piece being one head's; kv: [any, 2, 16, head_dim]
-    scales: [pieces, 2] float32, or None
+    host: pieces, [2, 16, head_dim] of one head each, in pinned memory; kv: [any, 2, 16, head_dim]
+    scales: of each piece, [2] float32; or None
     """
-    _copy_listed(copies, num_copies, host, scales, kv, kv[0].numel())
-
-
-def _copy_listed(
-    copies: torch.Tensor,
-    num_copies: torch.Tensor,
-    host: torch.Tensor,
-    scales: torch.Tensor | None,
-    kv: torch.Tensor,
-    size: int,
-) -> None:
-    """num_copies: [1] int32; size: of a piece."""
-    programs = min(PROGRAMS if scales is None else PROGRAMS_FP8, len(copies))
+    size, programs = kv[0].numel(), min(PROGRAMS if scales is None else PROGRAMS_FP8, len(copies))
     _copy_kernel[(programs,)](
         copies, num_copies, host, scales, kv, size, triton.next_power_of_2(size), scales is not None, num_warps=1
     )

@@ -23,7 +23,7 @@ just where a block is not ranked.
 
 import torch
 
-from minserve.kernels.build_digests import PARTS, digest_shape, slow_coordinates
+from minserve.kernels.build_digests import PARTS, digest_shape, slow_column, slow_coordinates
 from minserve.kernels.lang import tl, triton
 
 LOOKAHEAD, NORMAL = 0, 1
@@ -102,11 +102,9 @@ def _load_weights(
     other; members, width: group and head_dim, padded by zeros. q: the first row's first head of a group."""
     side = tl.arange(0, width)[:, None]  # the slow coordinates, for min, and again for max
     half: tl.constexpr = head_dim // 2
-    quarter: tl.constexpr = head_dim // 4
-    slow = side % half + quarter + side % half // quarter * quarter
     column = tl.arange(0, 2 * members)[None, :]
     member = column % members
-    source = q + column // members * row_stride + member * head_dim + slow
+    source = q + column // members * row_stride + member * head_dim + slow_column(side % half, head_dim)
     x = tl.load(source, mask=(member < group) & (side < head_dim), other=0.0).to(tl.float32)
     return x * tl.where((x < 0) == (side < half), upper, 1 - upper)
 

@@ -192,7 +192,7 @@ def _find_candidates_kernel(
     # Nobody's slots and blocks are looked at for an entry that does not take part.
     end = tl.where(takes_part, tl.minimum(tl.load(ring_start + entry), num_blocks), 0)
     num_slots = tl.where(takes_part, num_slots, 0)
-    lane_head = tl.maximum(lane, 0) * kv_heads + head
+    lane_head = lane * kv_heads + head
     wanted += entry * wanted_stride + head * num_blocks
 
     slot = tl.arange(0, slot_width)

@@ -57,14 +57,19 @@ def random_maps() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (256, 512, 1024, 2048))
 
 
+def random_digests(count: int) -> torch.Tensor:
+    from minserve.kernels.build_digests import digest_dtype, digest_shape
+
+    digests = random(count, *digest_shape(KV_HEADS, HEAD_DIM)).sort(dim=3).values
+    return digests.to(digest_dtype(digests.device, digests.dtype))
+
+
 def rank_parts(lanes: torch.Tensor, end: torch.Tensor, block_slot: torch.Tensor) -> Iterator[tuple[Part, Any]]:
     """Of score_blocks and rank_blocks, and what comes out."""
     from minserve.kernels import rank_blocks, score_blocks
-    from minserve.kernels.build_digests import digest_dtype, digest_shape
 
     queries = random(LANES, 2, HEADS, HEAD_DIM)
-    digests = random(LANES * BLOCKS, *digest_shape(KV_HEADS, HEAD_DIM)).sort(dim=3).values
-    digests = digests.to(digest_dtype(digests.device, digests.dtype))
+    digests = random_digests(LANES * BLOCKS)
     table = torch.randperm(LANES * BLOCKS, device=DEVICE).int().view(LANES, BLOCKS)
     score = functools.partial(score_blocks.score_blocks, queries, digests, table, lanes, end)
     variants = ((32, 2, 4, 1024), (64, 4, 2, 1024), (64, 4, 4, 1024), (64, 4, 3, 512), (64, 4, 3, 2048))
@@ -115,7 +120,7 @@ def layer_parts() -> Iterator[Part]:
 def step_parts() -> Iterator[Part]:
     """What is done once for all layers, or when blocks are full."""
     from minserve.kernels import store_blocks
-    from minserve.kernels.build_digests import build_digests, digest_dtype, digest_shape
+    from minserve.kernels.build_digests import build_digests
 
     cache = random(LAYERS, STORED_PAGES, KV_HEADS, 2, BLOCK, HEAD_DIM)
     host = torch.empty(HOST_BLOCKS, *cache[:, 0].shape, dtype=DTYPE, pin_memory=True)
@@ -126,8 +131,7 @@ def step_parts() -> Iterator[Part]:
         {"PROGRAMS": programs, "NUM_WARPS": warps} for programs, warps in ((16, 4), (32, 1), (64, 1), (64, 4))
     )
     yield Part(f"store_blocks: {STORED_PAGES}", store, *over_link(2.0 * cache.numel()), (store_blocks, sizes))
-    digests = random(STORED_PAGES, *digest_shape(KV_HEADS, HEAD_DIM))
-    digests = digests.to(digest_dtype(digests.device, digests.dtype))
+    digests = random_digests(STORED_PAGES)
     build = functools.partial(build_digests, cache[0], digests, pages, pages)
     yield Part(f"build_digests: {STORED_PAGES}", build, *on_device(1.0 * cache[0].numel()))
 

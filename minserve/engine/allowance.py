@@ -27,7 +27,6 @@ LINK_SHARE = 0.8
 """Of what the link carries while a step computes, what steps may ask of it: other copies cross it too, and beside a
 step fetches reach nine tenths of what they do alone."""
 
-
 LONGEST = 1.25
 """A step that takes more than so many times what steps lately took counts as if it took that."""
 

@@ -11,8 +11,8 @@ from minserve.errors import RequestError
 from minserve.protocol import MAX_DRAFT_TOKENS, SparseParams
 
 RETRY_ABOVE = 0.046
-"""The share of a row's attention that is lacking (kernels/rank_blocks.py) above which it runs again. 2 to 3% of a text
-did by emulation, and as much of the needles was found as with .03, by which 8% did (tools/NOTES.md)."""
+"""The share of a row's attention that is lacking (kernels/rank_blocks.py) above which it runs again: 1% of the
+steps of a text of the model's own (tools/NOTES.md)."""
 
 MAX_VERIFIED = MAX_DRAFT_TOKENS - 1
 """Drafts that one step accepts and drafts of the next are 15 at most, together: the ring has no room for more."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minserve.kernels.fetch_blocks import fetch_blocks
+from minserve.kernels.fetch_blocks import HERE, fetch_blocks
 from minserve.kernels.rank_blocks import Ranking, rank_blocks
 from minserve.kernels.retire_block import retire_block
 from minserve.kernels.score_blocks import score_blocks
@@ -124,7 +124,7 @@ class LayerGroup:
         lanes: torch.Tensor,
         step: torch.Tensor,
         page_table: torch.Tensor,
-        copying: AbstractContextManager[Any] | None = None,
+        copying: AbstractContextManager[Any] = HERE,
     ) -> Sequence[torch.Tensor]:
         """Carries a plan out. lanes, page_table: as in a stack; copying, and what is returned: as in `fetch_blocks`."""
         sets = self._sets

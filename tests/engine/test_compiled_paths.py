@@ -6,7 +6,7 @@ Only cuDNN's attention and the CUDA graphs themselves have stand-ins.
 
 import random
 import re
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -94,11 +94,6 @@ KERNELS = {
 }
 
 
-def fetch_on_this_stream(*arguments):
-    *others, copying = arguments
-    return fetch_blocks_triton(*others, copying or nullcontext())
-
-
 SPARSE_KERNELS = {
     "minserve.lookahead.pipeline": {
         "advance_ring": partial(advance_ring_triton, block_size=BLOCK_SIZE),
@@ -109,7 +104,7 @@ SPARSE_KERNELS = {
         "score_blocks": score_blocks_triton,
         "rank_blocks": rank_blocks_triton,
         "select_blocks": select_blocks_triton,
-        "fetch_blocks": fetch_on_this_stream,
+        "fetch_blocks": fetch_blocks_triton,
         "retire_block": retire_block_triton,
     },
     "minserve.memory.working_sets": {"build_digests": build_digests_triton},

@@ -17,7 +17,7 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import LaneSetup, SparsePolicy, StepPlan
 from minserve.kernels.build_digests import digest_dtype, digest_shape
-from minserve.kernels.fetch_blocks import fetch_blocks
+from minserve.kernels.fetch_blocks import HERE, fetch_blocks
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.lookahead.background import Background
 from minserve.lookahead.layers import LayerGroup
@@ -86,7 +86,7 @@ class _Group(LayerGroup):
     _sets: FabricatedSets
 
     def fetch(
-        self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor, page_table: torch.Tensor, copying: Any = None
+        self, plan: FetchPlan, lanes: torch.Tensor, step: torch.Tensor, page_table: torch.Tensor, copying: Any = HERE
     ) -> Sequence[torch.Tensor]:
         if self.num_layers > 1:
             return super().fetch(plan, lanes, step, page_table, copying)
