@@ -65,9 +65,9 @@ async def read_events(response: aiohttp.ClientResponse) -> list:
 
 
 async def first_chunk(response: aiohttp.ClientResponse) -> None:
-    """Wait until the answer has begun; what is read is lost."""
-    while b"data: " not in await response.content.readline():
-        pass
+    """Wait until the answer has begun. The first event is read with the empty line that ends it, and lost."""
+    while not (event := await response.content.readuntil(b"\n\n")).startswith(b"data: "):
+        assert event, "the answer ended before it began"
 
 
 async def test_the_model_answers_sensibly_and_streams_what_it_would_say_whole(client):
