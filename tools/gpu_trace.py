@@ -45,11 +45,7 @@ def idle_of(intervals: Iterable[Interval]) -> Idle:
 
 def intervals(trace: profile) -> list[Interval]:
     """When the device was busy, in microseconds."""
-    return [
-        (event.time_range.start, event.time_range.end)
-        for event in trace.events()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    ]
+    return [(each.start, each.end) for each in kernels(trace)]
 
 
 def trace_decode(engine: Engine, prompts: list[list[int]], num_steps: int) -> profile:
@@ -81,6 +77,43 @@ def _profiled(engine: Engine, num_steps: int) -> profile:
             engine.step()
         torch.cuda.synchronize()
     return trace
+
+
+class Ran(NamedTuple):
+    """When a kernel ran, in microseconds, and on which stream."""
+
+    stream: int
+    name: str
+    start: float
+    end: float
+
+
+def kernels(trace: profile) -> list[Ran]:
+    """All of them, copies and fills among them."""
+    return [
+        Ran(event.device_resource_id, event.name, event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+
+
+def stream_table(ran: Iterable[Ran], num_steps: int, most_rows: int = 25) -> str:
+    """By stream, the busiest first: what ran on it in a step, and how long it was idle before such a kernel, which says
+    what it waited for. Kernels of one graph's branch have a stream of their own."""
+    streams: dict[int, dict[str, list[float]]] = {}
+    ends: dict[int, float] = {}
+    for each in sorted(ran, key=lambda one: one.start):
+        row = streams.setdefault(each.stream, {}).setdefault(each.name, [0, 0.0, 0.0, 0.0])
+        before = max(each.start - ends.get(each.stream, each.start), 0.0)
+        ends[each.stream] = each.end
+        row[:] = row[0] + 1, row[1] + each.end - each.start, row[2] + before, max(row[3], before)
+    lines = ["| stream | kernel | a step | busy us | idle before us | longest |", "|---|---|---|---|---|---|"]
+    for stream, rows in sorted(streams.items(), key=lambda item: -sum(row[1] for row in item[1].values())):
+        busiest = sorted(rows.items(), key=lambda item: -item[1][1] - item[1][2])
+        for name, (count, busy, idle, longest) in busiest[:most_rows]:
+            numbers = f"{count / num_steps:.1f} | {busy / num_steps:.1f} | {idle / num_steps:.1f} | {longest:.1f}"
+            lines.append(f"| {stream} | {name[:60]} | {numbers} |")
+    return "\n".join(lines)
 
 
 def kernel_table(trace: profile) -> str:

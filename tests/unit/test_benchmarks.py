@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minserve.text.tokenizer import Tokenizer
-from tools.gpu_trace import idle_of
+from tools.gpu_trace import Ran, idle_of, stream_table
 from tools.streams import Figures, Stream, quantile, tokens_between
 from tools.workload import (
     SHAPES,
@@ -168,3 +168,13 @@ def test_idle_is_what_no_kernel_covers():
     assert idle.span_us == 100
     assert idle.idle == pytest.approx(0.32)
     assert idle.between_steps == pytest.approx(0.30)
+
+
+def test_kernels_are_told_by_stream_with_what_they_waited_for():
+    ran = [Ran(7, "a", 0, 10), Ran(9, "copy", 0, 4), Ran(7, "b", 30, 35), Ran(7, "a", 36, 46), Ran(7, "b", 46, 51)]
+    table = stream_table(ran, num_steps=2).splitlines()[2:]
+    assert table == [
+        "| 7 | b | 1.0 | 5.0 | 10.0 | 20.0 |",
+        "| 7 | a | 1.0 | 10.0 | 0.5 | 1.0 |",
+        "| 9 | copy | 0.5 | 2.0 | 0.0 | 0.0 |",
+    ]

@@ -1,7 +1,7 @@
 """Decode speed of many sparse requests, with random weights at a real model's shapes; vLLM beside it if asked.
 
     python tools/bench_sparse.py --budget 560                       the full list, what matters most first
-    python tools/bench_sparse.py --only 96x16K --idle               one point
+    python tools/bench_sparse.py --only 96x16K --idle               one point; --profile FILE: its kernels by stream
     python tools/bench_sparse.py --rival bf16 --rival-path site     vLLM first, in as much memory
     python tools/bench_sparse.py --rival fp8 --no-own               vLLM alone
     python tools/bench_sparse.py --only 96x32K --host-kv-dtype fp8  host blocks in 8 bits: half the link's bytes
@@ -123,9 +123,12 @@ class Bench:
         rig = self._rig_for(point, num_lanes)
         drive = Drive(rig, point, lengths_of(self.args, point))
         measured = drive.run()
-        idle = None
-        if self.args.idle and self.base.device.type == "cuda":
-            idle = idle_share(drive)
+        idle, looked_at = None, self.args.idle or self.args.profile
+        if looked_at and self.base.device.type == "cuda":
+            idle, table = traced(drive)
+            if self.args.profile:
+                with self.args.profile.open("a") as file:
+                    file.write(f"{point}, {TRACED_STEPS} steps\n\n{table}\n\n")
         same = point._replace(drift=NONE)
         if point.drift == NONE:
             self._without[same] = measured.step_ms
@@ -147,15 +150,15 @@ class Bench:
         return self._rig
 
 
-def idle_share(drive: Drive) -> float:
-    """Of the GPU, by the profiler, which makes steps a little longer."""
+def traced(drive: Drive) -> tuple[float, str]:
+    """The GPU's idle share, and its kernels by stream, by the profiler, which makes steps a little longer."""
     from torch.profiler import ProfilerActivity, profile
 
-    from tools.gpu_trace import idle_of, intervals
+    from tools.gpu_trace import idle_of, intervals, kernels, stream_table
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         drive.steps(TRACED_STEPS)
-    return idle_of(intervals(trace)).idle
+    return idle_of(intervals(trace)).idle, stream_table(kernels(trace), TRACED_STEPS)
 
 
 def run_rival(bench: Bench) -> str | None:
@@ -236,6 +239,7 @@ def parse_args() -> argparse.Namespace:
     add("--host-kv-dtype", choices=("auto", "fp8"), default="auto", help="of host blocks; auto: as in pages")
     add("--budget", type=float, default=3600, metavar="SECONDS", help="no run begins that would end later")
     add("--idle", action="store_true", help="also the GPU's idle share, by the profiler")
+    add("--profile", type=Path, metavar="FILE", help="append each run's kernels, by stream, to it")
     add("--rival", nargs="+", choices=("bf16", "fp8", "drafts"), default=[], help="run vLLM too, before ours")
     add("--no-own", action="store_true", help="nothing but the rival")
     add("--rival-context", nargs="+", type=tokens, default=[2**14, 2**15], metavar="TOKENS")
