@@ -30,6 +30,7 @@ sparse() {
 # Every tensor has an allocation of its own then, so that what is read or written behind its end is seen.
 memcheck() {
   local chosen=(
+    accept_drafts.py::test_no_more_tokens_count_than_an_entry_may_have
     accept_drafts.py::test_tokens_count_up_to_the_first_wrong_draft
     adjust_logits.py::test_every_lane_has_its_own_adjustments
     adjust_logits.py::test_tokens_are_counted_for_lanes_with_penalties_alone
@@ -43,11 +44,11 @@ memcheck() {
     fp8.py::test_the_kernel_rounds_as_the_reference_bit_by_bit
     fp8_blocks.py::test_there_and_back_costs_a_sixteenth_or_a_thousandth_of_the_scale
     gather_pages.py::test_every_head_has_its_own_keys
-    keep_queries.py::test_the_lookahead_row_and_the_normal_row_are_kept_for_each_lane
     linear.py::test_in_of_one_piece
     linear.py::test_gates_far_from_zero
     merge_attention.py::test_merged_pieces_equal_one_softmax_over_all_keys
     norm_rope_store.py::test_nothing_is_stored_for_padding_and_its_neighbours_do_not_notice
+    norm_rope_store.py::test_the_queries_that_are_wanted_are_kept_as_they_are_returned
     rank_blocks.py::test_as_many_are_wanted_as_there_can_be_in_rows_of_any_length
     rms_norm.py::test_eps_bounds_what_a_row_of_nearly_nothing_becomes
     sampling.py::test_each_row_of_an_entry_draws_by_its_lane_at_a_position_of_its_own

@@ -23,9 +23,6 @@ from minserve.lookahead.order import Order
 from minserve.memory.working_sets import WorkingSets
 from minserve.models.config import ModelConfig
 
-LANES, START, NEXT_START, RETIRING = range(4)
-"""The rows of what is given."""
-
 COUNTERS = 5
 """As in `Fetched`: hits, misses, cut, surprises, asked."""
 
@@ -49,7 +46,7 @@ class Entries(NamedTuple):
 class Background:
     """Of steps of up to so many entries. groups: of layers, as from `groups_of`.
 
-    given: [4, max_entries] int64, by the rows above; again: [max_entries] bool, whose step has to run again;
+    given: [4, max_entries] int64, as from `begin_rows`; again: [max_entries] bool, whose step has to run again;
     counters: [max_entries, 5] int64, the fields of `Fetched`; recalled: [max_entries, 3] int64, what the foreground has
     fetched by itself, where it recalls.
     """
