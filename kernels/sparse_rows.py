@@ -202,6 +202,10 @@ def _begin_rows_kernel(
     tokens = tl.load(num_tokens + lane, mask=real, other=1)
     behind = tl.load(num_verified + lane, mask=real, other=0) + 1
     behind = tl.where(tl.load(looks_ahead + lane, mask=real, other=0) != 0, behind, 0)
+    row = entry * rows + tl.arange(0, row_width)
+    inside = tl.arange(0, row_width) < rows
+    length = tl.load(lengths + row, mask=inside, other=0)
+    place = tl.load(places + row, mask=inside, other=-1)
     tl.debug_barrier()  # every thread has loaded the start by then
     start = tl.where(is_sparse, start, 0)
     # Division rounds towards 0, not down; but below 0 it does not matter, as start is not.
@@ -215,24 +219,20 @@ def _begin_rows_kernel(
     tl.store(given + 3 * given_stride + entry, tl.where(next_start > start, start, -1))
     tl.store(out_entries + entry, tl.where(real, entry, -1))
 
-    filled = tl.minimum(start, num_slots)
-    table = page_table + tl.maximum(lane, 0) * columns
-    for first in range(0, columns, width):
-        column = first + tl.arange(0, width)
-        turned = num_slots + (start + tl.maximum(column - filled, 0)) % ring
-        seen = tl.where(is_sparse & (column >= filled), turned, column)
-        page = tl.load(table + seen, mask=column < columns, other=0)
-        tl.store(out_table + entry * columns + column, page, mask=column < columns)
-
-    row = entry * rows + tl.arange(0, row_width)
-    inside = tl.arange(0, row_width) < rows
-    length = tl.load(lengths + row, mask=inside, other=0)
+    filled = tl.minimum(start, num_slots).to(tl.int32)
     shorter = tl.maximum(length - block_size * (start - filled), 0)
     tl.store(out_lengths + row, tl.where(is_sparse, shorter, length), mask=inside)
-    place = tl.load(places + row, mask=inside, other=-1)
+    table = page_table + tl.maximum(lane, 0) * columns
     position = tl.maximum(length - 1, 0)
     stored = tl.where(is_sparse, place, -1) >= 0
     own = tl.load(table + num_slots + position // block_size % ring, mask=stored, other=0).to(tl.int64)
+    first_turned = (start % ring).to(tl.int32)
+    for first in range(0, columns, width):
+        column = first + tl.arange(0, width)
+        turned = num_slots + (first_turned + tl.maximum(column - filled, 0)) % ring
+        seen = tl.where(is_sparse & (column >= filled), turned, column)
+        page = tl.load(table + seen, mask=column < columns, other=0)
+        tl.store(out_table + entry * columns + column, page, mask=column < columns)
     tl.store(out_places + row, tl.where(stored, own * block_size + position % block_size, place), mask=inside)
 
 

@@ -82,7 +82,7 @@ class WatchedBackground(Background):
 
     def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan], torch.Tensor]:
         wanted, plans, lacking = super()._fetch(entries)
-        self.wanted, self.ring_start, self.lacking = torch.cat(wanted), int(entries.ring.start), float(lacking)
+        self.wanted, self.ring_start, self.lacking = torch.cat(wanted), int(entries.ring.start), float(lacking.mean())
         return wanted, plans, lacking
 
 

@@ -113,6 +113,5 @@ class Lookahead:
         return Limits(self.background.again[:num_entries], self.sets.sparse, self.sets.num_verified)
 
     def fetched(self, num_entries: int) -> torch.Tensor:
-        """[entries, 5] int64, the fields of `Fetched`, of the same step. Overwritten by the next."""
-        self.order.counted.wait()
+        """[entries, 5] int64, the fields of `Fetched`, of the same step, behind `limits`. Overwritten by the next."""
         return self.background.counters[:num_entries]

@@ -122,7 +122,8 @@ class Server:
         )
         pages = (self.kv, self.page_table)
         fetch_blocks(plan, self.maps, self.lanes, self.step, self.host, 0, self.host_table, *pages)
-        retire_block(ring.retiring, wanted[:, LOOKAHEAD], self.maps, self.lanes, self.step, *pages)
+        row = torch.full_like(self.lanes, LOOKAHEAD)
+        retire_block(ring.retiring, wanted, row, self.maps, self.lanes, self.step, *pages)
         self.step += 1
         return queries[:, LOOKAHEAD], plan
 
@@ -310,5 +311,5 @@ def test_no_operation_looks_at_what_tensors_hold():
     fetch_blocks(plan, maps, lanes, step, host, 1, host_table, kv, table)
     scales = torch.empty(host.shape[:4], device="meta")
     fetch_blocks(plan, maps, lanes, step, host.to(FP8), 1, host_table, kv, table, scales)
-    retire_block(ring.retiring, wanted[:, 0], maps, lanes, step, kv, table)
+    retire_block(ring.retiring, wanted, lanes, maps, lanes, step, kv, table)
     store_blocks(torch.empty(2, *kv.shape, device="meta"), host, lanes, lanes)
