@@ -39,7 +39,6 @@ memcheck() {
     decode_attention.py::test_the_number_of_splits_changes_nothing
     fetch_accounts.py::test_a_step_runs_again_where_more_is_lacking_and_what_it_fetches_is_counted
     fetch_accounts.py::test_lanes_get_their_refills_up_to_the_most_and_none_for_a_step_that_runs_again
-    fetch_accounts.py::test_what_is_fetched_late_waits_for_the_lane_s_next_step
     fetch_blocks.py::test_a_block_that_leaves_the_ring_goes_where_it_is_wanted_or_there_is_room
     fetch_blocks.py::test_blocks_in_8_bits_are_scaled_and_rounded_to_the_dtype_of_pages
     fetch_blocks.py::test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere

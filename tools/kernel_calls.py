@@ -16,7 +16,7 @@ from minserve.kernels.accept_drafts import Limits, accept_drafts_triton
 from minserve.kernels.adjust_logits import Adjustments, adjust_logits_triton, count_tokens_triton
 from minserve.kernels.build_digests import build_digests_triton, digest_shape
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
-from minserve.kernels.fetch_accounts import Accounts, count_fetches_triton, count_repeats_triton, take_given_triton
+from minserve.kernels.fetch_accounts import Accounts, Outcome, count_fetches_triton, take_given_triton
 from minserve.kernels.fetch_blocks import fetch_blocks_triton
 from minserve.kernels.fp8 import FP8, quantize_rows_triton
 from minserve.kernels.gather_pages import gather_keys_triton
@@ -194,18 +194,11 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     scales = empty(*host.shape[:4], dtype=torch.float32)
     yield functools.partial(fetch, host.to(FP8), 1, host_table, kv, table, scales)
     yield functools.partial(retire_block_triton, lanes, wanted, lanes, maps, lanes, step, kv, table)
-    allowance, number, late = (
-        empty(LAYERS, LANES, dtype=torch.int32),
-        empty(LANES, dtype=torch.float32),
-        empty(LANES + 1),
-    )
-    accounts = Accounts(empty(2, LANES), empty(LANES), allowance, number, late.bool(), late, empty(LAYERS, 4))
-    yield functools.partial(take_given_triton, given, accounts, step, empty(6, entries), step)
-    counters, again = empty(LAYERS * entries, model.kv_heads, 5, dtype=torch.int32), lanes.bool()
-    for recalled in (None, lanes):
-        counts = (counters, counters[..., 0].float(), lanes, accounts, again, lanes, recalled)
-        yield functools.partial(count_fetches_triton, *counts)
-        yield functools.partial(count_repeats_triton, counters, lanes, accounts, again, counts=recalled is None)
+    allowance, late = empty(LAYERS, LANES, dtype=torch.int32), empty(LANES + 1)
+    accounts = Accounts(empty(2, LANES), empty(LANES), allowance, empty(LANES).float(), late.bool(), late)
+    yield functools.partial(take_given_triton, given, accounts, step, empty(7, entries), step)
+    counters, outcome = plan.counters.expand(LAYERS, *plan.counters.shape), Outcome(lanes.bool(), empty(entries, 5))
+    yield functools.partial(count_fetches_triton, counters, counters.float(), lanes, accounts, outcome)
     cache = work.floats(LAYERS, PAGES, model.kv_heads, 2, BLOCK_SIZE, model.head_dim)
     yield functools.partial(store_blocks_triton, cache, host, lanes, lanes)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from minserve.kernels.fetch_accounts import COUNTERS, Accounts, count_fetches, count_repeats, take_given
+from minserve.kernels.fetch_accounts import COUNTERS, Accounts, Outcome, count_fetches, take_given
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import Ring
@@ -26,14 +26,15 @@ from minserve.models.config import ModelConfig
 
 
 class Entries(NamedTuple):
-    """lanes: [entries] int64, -1 for padding and for who is not sparse; own: the same, with lane 0 in place of -1;
-    ring; caps: [entries] int64, of own; step: [1] int32, the clock of slot_used.
+    """lanes: [entries] int64, -1 for padding and for who is not sparse; own, at: the same, with lane 0 in place of -1,
+    and with the row behind all lanes; ring; caps: [entries] int64, of own; step: [1] int32, the clock of slot_used.
     stacks: by the number of layers of a group, as far as they were needed. held: what other streams read; if it were
     given back before they have joined, it would be written by whatever comes next.
     """
 
     lanes: torch.Tensor
     own: torch.Tensor
+    at: torch.Tensor
     ring: Ring
     caps: torch.Tensor
     step: torch.Tensor
@@ -63,9 +64,7 @@ class Background:
         self.recalled = torch.zeros(max_entries, 3, dtype=torch.int64, device=device)
         kv_heads, max_blocks = sets.maps.block_slot.shape[2:]
         self._no_scores = torch.zeros(kv_heads * max_blocks, device=device)
-        self._accounts = Accounts(
-            sets.refills, sets.cap, sets.allowance, sets.retry_above, sets.retried, sets.late, sets.by_layer
-        )
+        self._accounts = Accounts(sets.refills, sets.cap, sets.allowance, sets.retry_above, sets.retried, sets.late)
         unlimited = torch.iinfo(torch.int32).max
         self._unlimited = torch.full((num_layers * sets.num_lanes,), unlimited, dtype=torch.int32, device=device)
 
@@ -83,27 +82,32 @@ class Background:
 
     def run(self, num_entries: int) -> None:
         """Of the step whose foreground has been launched last, up to its logits. On the background's stream."""
-        order = self._order
+        sets, order = self._sets, self._order
         order.begun.wait()
         entries = self._take_given(num_entries)
         order.taken.record()
         wanted, plans, lacking = self._fetch(entries)
-        again, totals, recalled = (own[:num_entries] for own in (self.again, self.counters, self.recalled))
-        counters = torch.cat([plan.counters for plan in plans])
-        # Where it recalls, nobody runs again, and the foreground counts.
-        own = recalled if self._recalls else None
-        count_fetches(counters, lacking, entries.lanes, self._accounts, again, totals, own)
+        counters = torch.cat([plan.counters for plan in plans]).view(len(sets.by_layer), num_entries, -1, COUNTERS)
+        again, totals = outcome = Outcome(self.again[:num_entries], self.counters[:num_entries])
+        count_fetches(counters, lacking.view(counters.shape[:3]), entries.lanes, self._accounts, outcome)
+        if self._recalls:
+            totals[:, :3] = self.recalled[:num_entries]
         order.ranked.record()
         with order.streams.finishing():
-            counters = self._finish(entries, again, wanted)
+            late = self._finish(entries, again, wanted)
+        by_layer = counters.sum(dim=(1, 2))[:, :4]
         order.streams.join()
-        count_repeats(counters, entries.lanes, self._accounts, again, counts=not self._recalls)
+        sets.late[entries.at] = late.sum(dim=0)
+        sets.retried[entries.at] = again
+        if not self._recalls:  # else nobody runs again, and the foreground counts
+            sets.by_layer += by_layer
+            sets.by_layer[:, 1] += late.sum(dim=1)
         order.ended.record()
 
     def _take_given(self, num_entries: int) -> Entries:
         taken, step = take_given(self.given[:, :num_entries], self._accounts, self._sets.step)
-        lanes, start, next_start, retiring, own, caps = taken
-        return Entries(lanes, own, Ring(start, next_start, retiring), caps, step, {}, [])
+        lanes, start, next_start, retiring, own, at, caps = taken
+        return Entries(lanes, own, at, Ring(start, next_start, retiring), caps, step, {}, [])
 
     def _stacked(self, entries: Entries, num_layers: int) -> tuple[Stack, Sequence[torch.Tensor]]:
         """And where the rings of this step's rows and of the next one's begin, and caps; made when first needed."""
@@ -146,8 +150,8 @@ class Background:
         return wanted, plans, torch.cat(lacking)
 
     def _finish(self, entries: Entries, again: torch.Tensor, ranked: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Fetches what rows lack that run again, and retires what leaves the rings, layer by layer. Returns what was
-        fetched, [layers * entries, kv_heads, 5] int32, as in `FetchPlan`."""
+        """Fetches what rows lack that run again, and retires what leaves the rings, layer by layer. Returns how many
+        blocks of each layer were fetched: [layers, entries] int64."""
         order, layers = self._order, len(self._sets.by_layer)
         runs_again = not order.on_host or bool(again.any())
         counters = []
@@ -165,8 +169,9 @@ class Background:
             group.retire(retiring, wanted, row, stack.lanes, entries.step, stack.page_table)
             order.fetched[number].record()
         if not runs_again:
-            return torch.zeros(layers * len(again), 1, COUNTERS, dtype=torch.int32, device=again.device)
-        return torch.cat(counters)
+            return torch.zeros(layers, len(again), dtype=torch.int64, device=again.device)
+        fetched = torch.cat(counters)
+        return (fetched[..., 1] - fetched[..., 2]).view(layers, len(again), -1).sum(dim=2)
 
     def _take_all(
         self,

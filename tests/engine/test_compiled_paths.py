@@ -21,7 +21,7 @@ from minserve.kernels.accept_drafts import accept_drafts_triton
 from minserve.kernels.adjust_logits import adjust_logits_triton, count_tokens_triton
 from minserve.kernels.build_digests import build_digests_triton
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
-from minserve.kernels.fetch_accounts import count_fetches_triton, count_repeats_triton, take_given_triton
+from minserve.kernels.fetch_accounts import count_fetches_triton, take_given_triton
 from minserve.kernels.fetch_blocks import fetch_blocks_triton
 from minserve.kernels.gather_pages import gather_keys_triton
 from minserve.kernels.merge_attention import merge_attention_triton
@@ -111,7 +111,6 @@ SPARSE_KERNELS = {
     "minserve.kernels.fetch_accounts": {
         "take_given_reference": take_given_triton,
         "count_fetches_reference": count_fetches_triton,
-        "count_repeats_reference": count_repeats_triton,
     },
 }
 

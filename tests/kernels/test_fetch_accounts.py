@@ -1,17 +1,14 @@
 """What lanes may fetch, and what is counted of it: against loops over lanes, layers and heads."""
 
-import random
-
 import pytest
 import torch
 
 from minserve.kernels.fetch_accounts import (
     Accounts,
+    Outcome,
     count_fetches,
     count_fetches_reference,
     count_fetches_triton,
-    count_repeats_reference,
-    count_repeats_triton,
     take_given,
     take_given_reference,
     take_given_triton,
@@ -19,7 +16,6 @@ from minserve.kernels.fetch_accounts import (
 
 TAKE = pytest.mark.parametrize("take", [take_given_reference, take_given_triton])
 COUNT = pytest.mark.parametrize("count", [count_fetches_reference, count_fetches_triton])
-REPEAT = pytest.mark.parametrize("count", [count_repeats_reference, count_repeats_triton])
 SHAPES = pytest.mark.parametrize(("layers", "heads", "lanes"), [(1, 1, [0]), (3, 2, [4, -1, 0, 6]), (5, 3, [-1, 2, 1])])
 NUM_LANES = 7
 
@@ -35,7 +31,6 @@ def accounts(layers, device):
         retry_above=ints(9, NUM_LANES) / 8,
         retried=ints(3, NUM_LANES + 1) == 0,
         late=ints(99, NUM_LANES + 1),
-        by_layer=ints(99, layers, 4),
     )
 
 
@@ -47,6 +42,12 @@ def assert_equal(own, expected):
     """But for nobody's rows."""
     for table, other in zip(own, expected, strict=True):
         assert torch.equal(table[..., :NUM_LANES], other[..., :NUM_LANES])
+
+
+def outcome_of(entries, device):
+    """To be written."""
+    again = torch.ones(entries, dtype=torch.bool, device=device)
+    return Outcome(again, torch.full((entries, 5), 77, device=device))
 
 
 def counters_of(layers, heads, lanes, device):
@@ -64,7 +65,7 @@ def test_lanes_get_their_refills_up_to_the_most_and_none_for_a_step_that_runs_ag
     before, step = copy(own), torch.tensor([heads], dtype=torch.int32, device=device)
     given = torch.randint(99, (4, len(lanes) + 3), device=device)
     given[0, : len(lanes)] = torch.tensor(lanes, device=device)
-    taken, clock = torch.full((6, len(lanes) + 1), 77, device=device), torch.full_like(step, 77)
+    taken, clock = torch.full((7, len(lanes) + 1), 77, device=device), torch.full_like(step, 77)
     take(given[:, : len(lanes)], own, step, taken[:, :-1], clock)
     for lane in lanes:
         if lane >= 0:
@@ -72,9 +73,10 @@ def test_lanes_get_their_refills_up_to_the_most_and_none_for_a_step_that_runs_ag
             refilled = (before.allowance[:, lane] + more).minimum(before.refills[1, lane])
             before.allowance[:, lane] = refilled
     assert_equal(own, before)
-    clamped = torch.tensor(lanes, device=device).clamp_min(0)
-    assert taken[:, :-1].tolist() == [*given[:, : len(lanes)].tolist(), clamped.tolist(), own.cap[clamped].tolist()]
-    assert taken[:, -1].tolist() == [77] * 6
+    clamped = [max(lane, 0) for lane in lanes]
+    behind = [lane if lane >= 0 else NUM_LANES for lane in lanes]
+    assert taken[:, :-1].tolist() == [*given[:, : len(lanes)].tolist(), clamped, behind, own.cap[clamped].tolist()]
+    assert taken[:, -1].tolist() == [77] * 7
     assert clock.tolist() == [heads]
 
 
@@ -89,21 +91,14 @@ def test_what_is_taken_begins_at_16_bytes_for_any_number_of_entries(device):
 
 @COUNT
 @SHAPES
-@pytest.mark.parametrize("recalls", [False, True])
-def test_a_step_runs_again_where_more_is_lacking_and_what_it_fetches_is_counted(
-    count, layers, heads, lanes, recalls, device
-):
+def test_a_step_runs_again_where_more_is_lacking_and_what_it_fetches_is_counted(count, layers, heads, lanes, device):
     own, counters = accounts(layers, device), counters_of(layers, heads, lanes, device)
     before = copy(own)
     lacking = torch.randint(9, (layers, len(lanes), heads), device=device) / 8
-    totals, again = torch.full((len(lanes), 5), 77, device=device), torch.ones(len(lanes), dtype=bool, device=device)
-    recalled = torch.randint(9, (len(lanes), 3), device=device) if recalls else None
-    ids = torch.tensor(lanes, device=device)
-    count(counters.flatten(0, 1), lacking.flatten(0, 1), ids, own, again, totals, recalled)
+    again, totals = outcome = outcome_of(len(lanes), device)
+    count(counters, lacking, torch.tensor(lanes, device=device), own, outcome)
     for entry, lane in enumerate(lanes):
         expected = counters[:, entry].sum(dim=(0, 1))
-        if recalls:
-            expected[:3] = recalled[entry]
         runs = False
         if lane >= 0:
             expected[1] += before.late[lane]
@@ -111,56 +106,32 @@ def test_a_step_runs_again_where_more_is_lacking_and_what_it_fetches_is_counted(
             before.allowance[:, lane] -= fetched
             runs = bool(lacking[:, entry].mean() > before.retry_above[lane]) and not before.retried[lane]
         assert (totals[entry].tolist(), bool(again[entry])) == (expected.tolist(), runs)
-    if not recalls:
-        before.by_layer.add_(counters[..., :4].sum(dim=(1, 2)))
     assert_equal(own, before)
 
 
-@REPEAT
-@SHAPES
-@pytest.mark.parametrize("counts", [False, True])
-def test_what_is_fetched_late_waits_for_the_lane_s_next_step(count, layers, heads, lanes, counts, device):
-    own, counters = accounts(layers, device), counters_of(layers, heads, lanes, device)
-    expected, again = copy(own), torch.arange(len(lanes), device=device) % 2 == 0
-    count(counters.flatten(0, 1), torch.tensor(lanes, device=device), own, again, counts=counts)
-    fetched = (counters[..., 1] - counters[..., 2]).sum(dim=2)
-    for entry, lane in enumerate(lanes):
-        if lane >= 0:
-            expected.late[lane], expected.retried[lane] = fetched[:, entry].sum(), again[entry]
-    if counts:
-        expected.by_layer[:, 1] += fetched.sum(dim=1)
-    assert_equal(own, expected)
-
-
-def test_many_lanes_add_up_in_the_same_layers(device):
-    torch.manual_seed(random.Random(4).randrange(99))
-    lanes = torch.randperm(NUM_LANES, device=device)
-    results = []
-    own, counters = accounts(36, device), counters_of(36, 8, lanes.tolist(), device)
-    for count, repeat in (
-        (count_fetches_reference, count_repeats_reference),
-        (count_fetches_triton, count_repeats_triton),
-    ):
-        tables, again = copy(own), torch.zeros(NUM_LANES, dtype=bool, device=device)
-        totals = torch.zeros(NUM_LANES, 5, dtype=torch.int64, device=device)
-        lacking = torch.zeros(36 * NUM_LANES, 8, device=device)
-        count(counters.flatten(0, 1), lacking, lanes, tables, again, totals, None)
-        repeat(counters.flatten(0, 1), lanes, tables, again, counts=True)
-        results.append([*tables, again, totals])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+@COUNT
+def test_the_mean_is_over_all_layers_and_heads_of_a_large_model(count, device):
+    own, lanes = accounts(36, device), torch.tensor([3, 5], device=device)
+    own.retry_above.fill_(0.5), own.retried.fill_(False)
+    lacking = torch.full((36, 2, 8), 0.5, device=device)
+    lacking[35, 1, 7] = 0.75
+    counters, (again, totals) = counters_of(36, 8, [3, 5], device), (outcome := outcome_of(2, device))
+    own.late.zero_()
+    count(counters, lacking, lanes, own, outcome)
+    assert again.tolist() == [False, True]
+    assert torch.equal(totals, counters.sum(dim=(0, 2)))
 
 
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     own, lanes = accounts(2, device), torch.tensor([0, 1], device=device)
-    counters, lacking = torch.zeros(4, 3, 5, dtype=torch.int32, device=device), torch.zeros(4, 3, device=device)
-    again, totals = lanes > 5, torch.zeros(2, 5, dtype=torch.int64, device=device)
+    counters, lacking = torch.zeros(2, 2, 3, 5, dtype=torch.int32, device=device), torch.zeros(2, 2, 3, device=device)
+    again, totals = outcome = outcome_of(2, device)
     for wrong in (
-        (counters.long(), lacking, lanes, own, again, totals),
-        (counters[:2], lacking, lanes, own, again, totals),
-        (counters, lacking[:, :2], lanes, own, again, totals),
-        (counters, lacking, lanes, own, again.int(), totals),
-        (counters, lacking, lanes, own, again, totals[:, :4]),
+        (counters.long(), lacking, lanes, own, outcome),
+        (counters[:1], lacking[:1], lanes, own, outcome),
+        (counters, lacking[..., :2], lanes, own, outcome),
+        (counters, lacking, lanes, own, Outcome(again.int(), totals)),
+        (counters, lacking, lanes, own, Outcome(again, totals[:, :4])),
     ):
         with pytest.raises(AssertionError):
             count_fetches(*wrong)
