@@ -128,28 +128,10 @@ def _store_halves(x, low, high, inside, head_dim: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_rope_store_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    eps,
-    cos_table,
-    sin_table,
-    kv,
-    places,
-    q,
-    ahead,
-    lanes,
-    kept,
-    rows,
-    keeps: tl.constexpr,
-    normed: tl.constexpr,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_size: tl.constexpr,
-    group_size: tl.constexpr,
-    width: tl.constexpr,
-):
+    qkv, q_weight, k_weight, eps, cos_table, sin_table, kv, places, q, ahead, lanes, kept, rows,
+    keeps: tl.constexpr, normed: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr,
+    block_size: tl.constexpr, group_size: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
     """One program for one token and some heads of q, or for one token and some heads of k and v.
 
     rows: of an entry. width: head_dim / 2, rounded up to a power of two.
@@ -224,27 +206,8 @@ def norm_rope_store_triton(
     ahead, lanes, kept = keep or (places, places, q)
     groups = triton.cdiv(heads, HEADS) + triton.cdiv(kv_heads, HEADS)
     _norm_rope_store_kernel[(tokens * groups,)](
-        qkv,
-        q_weight,
-        k_weight,
-        eps,
-        cos,
-        sin,
-        kv,
-        places,
-        q,
-        ahead,
-        lanes,
-        kept,
-        tokens // max(len(lanes), 1),
-        keep is not None,
-        norms is not None,
-        heads,
-        kv_heads,
-        head_dim,
-        block_size,
-        HEADS,
-        triton.next_power_of_2(head_dim // 2),
-        num_warps=2,
-    )
+        qkv, q_weight, k_weight, eps, cos, sin, kv, places, q, ahead, lanes, kept, tokens // max(len(lanes), 1),
+        keep is not None, norms is not None, heads, kv_heads, head_dim, block_size, HEADS,
+        triton.next_power_of_2(head_dim // 2), num_warps=2,
+    )  # fmt: skip
     return q
