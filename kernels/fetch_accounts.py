@@ -142,25 +142,25 @@ def _count_fetches_kernel(
     entry = tl.program_id(0).to(tl.int64)
     lane = tl.load(lanes + entry)
     own = tl.maximum(lane, 0)
-    layer, head = tl.arange(0, width), tl.arange(0, head_width)[None, :]
+    layer, head, counter = tl.arange(0, width), tl.arange(0, head_width)[None, :], tl.arange(0, 8)
     at = (layer[:, None].to(tl.int64) * entries + entry) * heads + head
     inside = (layer < layers)[:, None] & (head < heads)
-    share = tl.sum(tl.sum(tl.load(lacking + at, mask=inside, other=0.0), 1), 0) / (layers * heads)
-    lacks = (share > tl.load(retry_above + own)) & (tl.load(retried + own) == 0) & (lane >= 0)
-    tl.store(again + entry, lacks.to(tl.uint8))
-    fetched = tl.zeros([width], tl.int32)
-    for counter in tl.static_range(5):
-        by_layer = tl.sum(tl.load(counters + at * 5 + counter, mask=inside, other=0), 1)
-        total = tl.sum(by_layer, 0).to(tl.int64)
-        if counter == 1:
-            fetched += by_layer
-            total += tl.where(lane >= 0, tl.load(late + own), 0)
-        if counter == 2:
-            fetched -= by_layer
-        tl.store(totals + entry * 5 + counter, total)
+    lacks = tl.load(lacking + at, mask=inside, other=0.0)
+    source = counters + at[:, :, None] * 5 + counter[None, None, :]
+    by_layer = tl.sum(tl.load(source, mask=inside[:, :, None] & (counter < 5)[None, None, :], other=0), 1)
     own_allowance = allowance + layer.to(tl.int64) * num_lanes + own
     of_lane = layer < tl.where(lane < 0, 0, layers)
-    tl.store(own_allowance, tl.load(own_allowance, mask=of_lane, other=0) - fetched, mask=of_lane)
+    remaining = tl.load(own_allowance, mask=of_lane, other=0)
+    fetched_late = tl.where(lane < 0, 0, tl.load(late + own))
+    may_run_again = (lane >= 0) & (tl.load(retried + own) == 0)
+    most = tl.load(retry_above + own)
+
+    share = tl.sum(tl.sum(lacks, 1), 0) / (layers * heads)
+    tl.store(again + entry, (may_run_again & (share > most)).to(tl.uint8))
+    total = tl.sum(by_layer, 0).to(tl.int64) + tl.where(counter == 1, fetched_late, 0)
+    tl.store(totals + entry * 5 + counter, total, mask=counter < 5)
+    fetched = tl.sum(by_layer * tl.where(counter == 1, 1, tl.where(counter == 2, -1, 0))[None, :], 1)
+    tl.store(own_allowance, remaining - fetched, mask=of_lane)
 
 
 def count_fetches_triton(
@@ -171,5 +171,5 @@ def count_fetches_triton(
     _count_fetches_kernel[(entries,)](
         counters, lacking, lanes, allowance, retry_above, retried.view(torch.uint8), late,
         outcome.again.view(torch.uint8), outcome.totals, entries, layers, allowance.shape[1],
-        heads, triton.next_power_of_2(layers), triton.next_power_of_2(heads), num_warps=4,
+        heads, triton.next_power_of_2(layers), triton.next_power_of_2(heads), num_warps=8,
     )  # fmt: skip
