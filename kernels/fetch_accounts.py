@@ -73,21 +73,26 @@ def _take_given_kernel(
 ):  # fmt: skip
     """One program for an entry. width: the number of layers, rounded up to a power of two."""
     entry = tl.program_id(0).to(tl.int64)
+    row, layer = tl.arange(0, 4), tl.arange(0, width)
     lane = tl.load(given + entry)
+    found = tl.load(given + row * given_stride + entry)
+    # All loads come before all stores, none of which the compiler would move: what takes time is to wait for memory.
+    now = tl.load(step)
     own = tl.maximum(lane, 0)
-    taken += entry
-    for row in tl.static_range(4):
-        tl.store(taken + row * taken_stride, tl.load(given + row * given_stride + entry))
-    tl.store(taken + 4 * taken_stride, own)
-    tl.store(taken + 5 * taken_stride, tl.where(lane < 0, num_lanes, lane))
-    tl.store(taken + 6 * taken_stride, tl.load(cap + own))
+    own_cap = tl.load(cap + own)
     more = tl.where(tl.load(retried + own) != 0, 0, tl.load(refills + own))
-    layer = tl.arange(0, width)
+    most = tl.load(refills + num_lanes + own)
     inside = layer < tl.where(lane < 0, 0, layers)
     at = allowance + layer.to(tl.int64) * num_lanes + own
-    refilled = tl.minimum(tl.load(at, mask=inside, other=0) + more, tl.load(refills + num_lanes + own))
+    refilled = tl.minimum(tl.load(at, mask=inside, other=0) + more, most)
+
+    taken += entry
+    tl.store(taken + row * taken_stride, found)
+    tl.store(taken + 4 * taken_stride, own)
+    tl.store(taken + 5 * taken_stride, tl.where(lane < 0, num_lanes, lane))
+    tl.store(taken + 6 * taken_stride, own_cap)
     tl.store(at, refilled.to(tl.int32), mask=inside)
-    tl.store(clock, tl.load(step))  # by all of them
+    tl.store(clock, now)  # by all of them
 
 
 def take_given_triton(
