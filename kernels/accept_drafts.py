@@ -3,7 +3,7 @@
     count = 1 + number of leading j < R - 1 with tokens[e, j] == drafts[lane, j]
     last_token[lane] = tokens[e, count - 1]          num_tokens[lane] += count
 
-A caller may allow fewer, or none at all, when the row has to run again.
+Of a sparse lane fewer may count, or none at all, when the row has to run again.
 
 An entry has R rows: its lane's last token, and R - 1 drafts. tokens[e, j] is what the target drew in row j, which is
 after the last token and the first j drafts. It is drawn as always (sampling.py): the argmax of what the target says,
@@ -17,11 +17,28 @@ the same to its own logits, and two distributions that are close then mostly hav
 speculative decoding by Gumbel coupling, arXiv 2408.07978).
 """
 
+from typing import NamedTuple
+
 import torch
 
 from minserve.kernels.lang import tl, triton
 
 _ENTRIES = 64  # a program
+
+
+class Limits(NamedTuple):
+    """again: [entries] bool, whose step has to run again: its lane stays as it is. sparse: [num_lanes] bool; of the
+    drafts of such a lane num_verified may count: [num_lanes] int64."""
+
+    again: torch.Tensor
+    sparse: torch.Tensor
+    num_verified: torch.Tensor
+
+    def of(self, counts: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+        """What is left of counts, [entries] int64."""
+        lane = lanes.clamp_min(0)
+        limited = torch.where(self.sparse[lane], counts.minimum(1 + self.num_verified[lane]), counts)
+        return limited.masked_fill(self.again, 0)
 
 
 def accept_drafts(
@@ -30,25 +47,26 @@ def accept_drafts(
     drafts: torch.Tensor,
     last_token: torch.Tensor,
     num_tokens: torch.Tensor,
-    most: torch.Tensor | None = None,
+    limits: Limits | None = None,
 ) -> torch.Tensor:
     """How many of each entry's tokens count, [entries] int64, from 1 to R; 0 for padding. Takes them into the lanes.
 
     tokens: [entries * R] int64, R - 1 <= max_drafts; lanes: [entries] int64, no lane twice, -1 for padding;
     drafts: [num_lanes, max_drafts] int64, -1 where there is none, which is never right;
     last_token, num_tokens: [num_lanes] int64, both written;
-    most: [entries] int64, how many tokens of each entry may count, whatever its drafts are; 0: its lane stays as it is.
+    limits: None: no lane is sparse.
     """
     (entries,) = lanes.shape
     num_lanes, max_drafts = drafts.shape
     assert tokens.shape == (entries * (len(tokens) // max(entries, 1)),), (tokens.shape, entries)
     assert entries <= len(tokens) <= entries * (1 + max_drafts), (len(tokens), entries, max_drafts)
     assert last_token.shape == num_tokens.shape == (num_lanes,)
-    assert most is None or most.shape == lanes.shape
-    tensors = (tokens, lanes, drafts, last_token, num_tokens, lanes if most is None else most)
+    assert limits is None or limits.again.shape == lanes.shape
+    assert limits is None or limits.sparse.shape == limits.num_verified.shape == (num_lanes,)
+    tensors = (tokens, lanes, drafts, last_token, num_tokens, lanes if limits is None else limits.num_verified)
     assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors)
     accept = accept_drafts_triton if tokens.is_cuda and entries > 0 else accept_drafts_reference
-    return accept(tokens, lanes, drafts, last_token, num_tokens, most)
+    return accept(tokens, lanes, drafts, last_token, num_tokens, limits)
 
 
 def accept_drafts_reference(
@@ -57,14 +75,14 @@ def accept_drafts_reference(
     drafts: torch.Tensor,
     last_token: torch.Tensor,
     num_tokens: torch.Tensor,
-    most: torch.Tensor | None = None,
+    limits: Limits | None = None,
 ) -> torch.Tensor:
     tokens = tokens.view(len(lanes), len(tokens) // max(len(lanes), 1))
     num_drafts = max(tokens.shape[1] - 1, 0)
     right = tokens[:, :num_drafts] == drafts[lanes.clamp_min(0), :num_drafts]
     counts = torch.where(lanes >= 0, 1 + right.cumprod(dim=1).sum(dim=1), 0)
-    if most is not None:
-        counts = counts.minimum(most)
+    if limits is not None:
+        counts = limits.of(counts, lanes)
     entries = (counts > 0).nonzero()[:, 0]
     own = lanes[entries]
     last_token[own] = tokens[entries, counts[entries] - 1]
@@ -74,8 +92,8 @@ def accept_drafts_reference(
 
 @triton.jit(do_not_specialize=["entries", "num_drafts"])
 def _accept_kernel(
-    tokens, lanes, drafts, last_token, num_tokens, most, counts, entries, num_drafts, max_drafts,
-    tile: tl.constexpr, width: tl.constexpr, has_most: tl.constexpr,
+    tokens, lanes, drafts, last_token, num_tokens, again, sparse, num_verified, counts, entries, num_drafts, max_drafts,
+    tile: tl.constexpr, width: tl.constexpr, limited: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0) * tile + tl.arange(0, tile)
     lane = tl.load(lanes + entry, mask=entry < entries, other=-1)
@@ -89,8 +107,11 @@ def _accept_kernel(
     # Where the first wrong one stands, or the end of them. Were there width of them, all right, that end is width.
     accepted = tl.min(tl.where(used & (token == draft), width, place), 1)
     count = tl.where(real, 1 + accepted, 0).to(tl.int64)
-    if has_most:
-        count = tl.minimum(count, tl.load(most + entry, mask=real, other=0))
+    if limited:
+        is_sparse = tl.load(sparse + lane, mask=real, other=0) != 0
+        verified = tl.load(num_verified + lane, mask=real, other=0)
+        count = tl.where(is_sparse, tl.minimum(count, 1 + verified), count)
+        count = tl.where(tl.load(again + entry, mask=real, other=0) != 0, 0, count)
     goes_on = count > 0
     last = tl.load(tokens + row + count - 1, mask=goes_on, other=0)
     tl.store(last_token + lane, last, mask=goes_on)
@@ -104,13 +125,14 @@ def accept_drafts_triton(
     drafts: torch.Tensor,
     last_token: torch.Tensor,
     num_tokens: torch.Tensor,
-    most: torch.Tensor | None = None,
+    limits: Limits | None = None,
 ) -> torch.Tensor:
     entries, max_drafts = len(lanes), drafts.shape[1]
     counts = torch.empty_like(lanes)
+    again, sparse, num_verified = limits or (lanes, lanes, lanes)
     _accept_kernel[(triton.cdiv(entries, _ENTRIES),)](
-        tokens, lanes, drafts, last_token, num_tokens, lanes if most is None else most, counts, entries,
-        len(tokens) // entries - 1, max_drafts, tile=_ENTRIES, width=triton.next_power_of_2(max(max_drafts, 1)),
-        has_most=most is not None, num_warps=4,
+        tokens, lanes, drafts, last_token, num_tokens, again.view(torch.uint8), sparse.view(torch.uint8), num_verified,
+        counts, entries, len(tokens) // entries - 1, max_drafts,
+        tile=_ENTRIES, width=triton.next_power_of_2(max(max_drafts, 1)), limited=limits is not None, num_warps=4,
     )  # fmt: skip
     return counts

@@ -8,12 +8,14 @@
     turn_t([x1, x2])   = [x1 cos a - x2 sin a, x2 cos a + x1 sin a] with token t's angles a: RoPE in the half-split
                          form of Hugging Face checkpoints (RoFormer, arXiv 2104.09864)
 
-Both are computed in float32, and each is rounded once to qkv's dtype, as in transformers.
+Both are computed in float32, and each is rounded once to qkv's dtype, as in transformers. Where working sets want to
+know what some rows look for, their q is kept as well (keep_queries.py).
 """
 
 import torch
 import torch.nn.functional as F
 
+from minserve.kernels.keep_queries import Keep, keep_queries
 from minserve.kernels.lang import tl, triton
 from minserve.kernels.rope import apply_rope
 
@@ -32,6 +34,7 @@ def norm_rope_store(
     kv: torch.Tensor,
     places: torch.Tensor,
     out: torch.Tensor | None = None,
+    keep: Keep | None = None,
 ) -> torch.Tensor:
     """Writes k and v to their places in `kv`; returns q: [tokens, heads, head_dim], contiguous, in `out` if given.
 
@@ -41,6 +44,7 @@ def norm_rope_store(
     kv: [pages, kv_heads, 2, 16, head_dim], one layer's pages, contiguous
     places: [tokens] int64, page * 16 + slot, no place twice; -1: nothing is stored for the token, and its row of q
         has no meaning.
+    keep: whose q is also kept, and where; None: nobody's.
     """
     tokens, all_heads, head_dim = qkv.shape
     _, kv_heads, sides, _, kv_head_dim = kv.shape
@@ -48,8 +52,10 @@ def norm_rope_store(
     assert (sides, kv_head_dim, kv.dtype) == (2, head_dim, qkv.dtype), (kv.shape, kv.dtype, qkv.shape, qkv.dtype)
     assert (places.shape, places.dtype) == ((tokens,), torch.int64), (places.shape, places.dtype)
     assert rope[0].shape == rope[1].shape == (tokens, 1, head_dim), (rope[0].shape, rope[1].shape)
+    if keep is not None:
+        keep.check(tokens, all_heads - 2 * kv_heads, head_dim, qkv.dtype)
     run = norm_rope_store_triton if qkv.is_cuda else norm_rope_store_reference
-    return run(qkv, norms, eps, rope, kv, places, out)
+    return run(qkv, norms, eps, rope, kv, places, out, keep)
 
 
 def norm_rope_store_reference(
@@ -60,6 +66,7 @@ def norm_rope_store_reference(
     kv: torch.Tensor,
     places: torch.Tensor,
     out: torch.Tensor | None = None,
+    keep: Keep | None = None,
 ) -> torch.Tensor:
     kv_heads = kv.shape[1]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -73,7 +80,10 @@ def norm_rope_store_reference(
             apply_rope(F.rms_norm(x, weight.shape, weight, eps), *rope) for x, weight in zip((q, k), norms, strict=True)
         )
     _store(kv, places, k, v)
-    return q.contiguous() if out is None else out.copy_(q)
+    q = q.contiguous() if out is None else out.copy_(q)
+    if keep is not None:
+        keep_queries(q, keep)
+    return q
 
 
 def _store(kv: torch.Tensor, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -110,27 +120,21 @@ def _load_turned(x, weight, eps, cos, sin, column, inside, normed: tl.constexpr,
 
 
 @triton.jit
+def _store_halves(x, low, high, inside, head_dim: tl.constexpr):
+    """x: where each value of the first halves goes."""
+    tl.store(x, low.to(x.dtype.element_ty), mask=inside)
+    tl.store(x + head_dim // 2, high.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _norm_rope_store_kernel(
-    qkv,
-    q_weight,
-    k_weight,
-    eps,
-    cos_table,
-    sin_table,
-    kv,
-    places,
-    q,
-    normed: tl.constexpr,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_size: tl.constexpr,
-    group_size: tl.constexpr,
-    width: tl.constexpr,
-):
+    qkv, q_weight, k_weight, eps, cos_table, sin_table, kv, places, q, ahead, lanes, kept, rows,
+    keeps: tl.constexpr, normed: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr,
+    block_size: tl.constexpr, group_size: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
     """One program for one token and some heads of q, or for one token and some heads of k and v.
 
-    width: head_dim / 2, rounded up to a power of two.
+    rows: of an entry. width: head_dim / 2, rounded up to a power of two.
     """
     q_groups = (heads + group_size - 1) // group_size
     groups = q_groups + (kv_heads + group_size - 1) // group_size
@@ -146,10 +150,19 @@ def _norm_rope_store_kernel(
         q_head = group * group_size + tl.arange(0, group_size)
         q_inside = (q_head < heads)[:, None] & in_half[None, :]
         q_offset = q_head[:, None] * head_dim + column[None, :]
+        if keeps:
+            entry = token // rows
+            lane = tl.load(lanes + entry)
+            row_ahead = tl.load(ahead + entry)
         q_low, q_high = _load_turned(token_qkv + q_offset, q_weight, eps, cos, sin, column, q_inside, normed, head_dim)
-        to_q = q + token * (heads * head_dim) + q_offset
-        tl.store(to_q, q_low.to(q.dtype.element_ty), mask=q_inside)
-        tl.store(to_q + head_dim // 2, q_high.to(q.dtype.element_ty), mask=q_inside)
+        _store_halves(q + token * (heads * head_dim) + q_offset, q_low, q_high, q_inside, head_dim)
+        if keeps:
+            row = tl.where(lane >= 0, token - entry * rows, -1)
+            to_kept = kept + lane * (2 * heads * head_dim) + q_offset
+            is_ahead = (q_head < tl.where(row == row_ahead, heads, 0))[:, None] & in_half[None, :]
+            _store_halves(to_kept, q_low, q_high, is_ahead, head_dim)
+            is_normal = (q_head < tl.where(row == 0, heads, 0))[:, None] & in_half[None, :]
+            _store_halves(to_kept + heads * head_dim, q_low, q_high, is_normal, head_dim)
     else:
         head = (group - q_groups) * group_size + tl.arange(0, group_size)
         inside = (head < kv_heads)[:, None] & in_half[None, :]
@@ -164,11 +177,8 @@ def _norm_rope_store_kernel(
         page_head = place // block_size * kv_heads + head
         slot = page_head * (2 * block_size) + place % block_size
         to_k = kv + slot[:, None] * head_dim + column[None, :]
-        to_v = to_k + block_size * head_dim
-        tl.store(to_k, k_low.to(kv.dtype.element_ty), mask=stored)
-        tl.store(to_k + head_dim // 2, k_high.to(kv.dtype.element_ty), mask=stored)
-        tl.store(to_v, v_low, mask=stored)
-        tl.store(to_v + head_dim // 2, v_high, mask=stored)
+        _store_halves(to_k, k_low, k_high, stored, head_dim)
+        _store_halves(to_k + block_size * head_dim, v_low, v_high, stored, head_dim)
 
 
 def norm_rope_store_triton(
@@ -179,6 +189,7 @@ def norm_rope_store_triton(
     kv: torch.Tensor,
     places: torch.Tensor,
     out: torch.Tensor | None = None,
+    keep: Keep | None = None,
 ) -> torch.Tensor:
     tokens, all_heads, head_dim = qkv.shape
     _, kv_heads, _, block_size, _ = kv.shape
@@ -192,24 +203,11 @@ def norm_rope_store_triton(
     if norms is not None:
         assert q_weight.shape == k_weight.shape == (head_dim,), (q_weight.shape, k_weight.shape)
         assert q_weight.dtype == k_weight.dtype == qkv.dtype, (q_weight.dtype, k_weight.dtype)
+    ahead, lanes, kept = keep or (places, places, q)
     groups = triton.cdiv(heads, HEADS) + triton.cdiv(kv_heads, HEADS)
     _norm_rope_store_kernel[(tokens * groups,)](
-        qkv,
-        q_weight,
-        k_weight,
-        eps,
-        cos,
-        sin,
-        kv,
-        places,
-        q,
-        norms is not None,
-        heads,
-        kv_heads,
-        head_dim,
-        block_size,
-        HEADS,
-        triton.next_power_of_2(head_dim // 2),
-        num_warps=2,
-    )
+        qkv, q_weight, k_weight, eps, cos, sin, kv, places, q, ahead, lanes, kept, tokens // max(len(lanes), 1),
+        keep is not None, norms is not None, heads, kv_heads, head_dim, block_size, HEADS,
+        triton.next_power_of_2(head_dim // 2), num_warps=2,
+    )  # fmt: skip
     return q

@@ -21,6 +21,7 @@ NUM_WARPS = 4
 def retire_block(
     retiring: torch.Tensor,
     wanted: torch.Tensor,
+    row: torch.Tensor,
     maps: SlotMaps,
     lanes: torch.Tensor,
     step: torch.Tensor,
@@ -30,33 +31,35 @@ def retire_block(
     """Takes blocks that leave the ring into slots; comes behind the step's fetches, before the ring's page is written.
 
     retiring: [entries] int64, the block that leaves each entry's ring (Ring.retiring), -1: none; in no slot yet
-    wanted: [entries, kv_heads, blocks] bool, what the lookahead row wants, or the normal one if it runs again,
-        retiring blocks being ranked; an entry's heads are contiguous
+    wanted: [entries, 2, kv_heads, blocks] bool, what two rows want, retiring blocks being ranked; contiguous
+    row: [entries] int64, which of them counts: the lookahead row, or the normal one if it runs again
     kv: [pages, kv_heads, 2, 16, head_dim], one layer's; page_table: [num_lanes, columns] int32, columns >= K + 3
     maps, lanes, step: as in `select_blocks`; all three maps are written. All contiguous.
     """
-    entries, kv_heads, num_blocks = wanted.shape
+    entries, rows, kv_heads, num_blocks = wanted.shape
     check_slots(maps, lanes, step, kv, page_table)
-    assert (wanted.dtype, retiring.dtype) == (torch.bool, torch.int64), (wanted.dtype, retiring.dtype)
-    assert retiring.shape == lanes.shape == (entries,), (retiring.shape, lanes.shape, wanted.shape)
-    assert (kv_heads, num_blocks <= maps.block_slot.shape[2]) == (kv.shape[1], True), (wanted.shape, kv.shape)
-    assert wanted[:1].is_contiguous()
+    assert (wanted.dtype, retiring.dtype, row.dtype) == (torch.bool, torch.int64, torch.int64), (wanted, retiring, row)
+    assert retiring.shape == row.shape == lanes.shape == (entries,), (retiring.shape, row.shape, lanes.shape)
+    assert (rows, kv_heads, num_blocks <= maps.block_slot.shape[2]) == (2, kv.shape[1], True), (wanted.shape, kv.shape)
+    assert all(each.is_contiguous() for each in (wanted, retiring, row))
     run = retire_block_triton if kv.is_cuda else retire_block_reference
-    run(retiring, wanted, maps, lanes, step, kv, page_table)
+    run(retiring, wanted, row, maps, lanes, step, kv, page_table)
 
 
 def retire_block_reference(
     retiring: torch.Tensor,
     wanted: torch.Tensor,
+    row: torch.Tensor,
     maps: SlotMaps,
     lanes: torch.Tensor,
     step: torch.Tensor,
     kv: torch.Tensor,
     page_table: torch.Tensor,
 ) -> None:
-    entries, kv_heads, _ = wanted.shape
+    entries, _, kv_heads, _ = wanted.shape
     if entries == 0:
         return
+    wanted = wanted[torch.arange(entries, device=row.device), row]
     lane, head = lanes_and_heads(lanes, kv_heads, 2)
     block = retiring.clamp_min(0)[:, None].expand(-1, kv_heads)
     slot_block = maps.slot_block[lane[:, 0]]
@@ -75,6 +78,7 @@ def retire_block_reference(
 def _retire_block_kernel(
     retiring,
     wanted,
+    rows,
     slot_block,
     slot_used,
     block_slot,
@@ -82,7 +86,6 @@ def _retire_block_kernel(
     step,
     kv,
     page_table,
-    wanted_stride,
     num_blocks,
     max_blocks,
     num_slots,
@@ -101,7 +104,7 @@ def _retire_block_kernel(
     block = tl.load(retiring + entry)
     if (lane >= 0) & (block >= 0):
         lane_head = lane * kv_heads + head
-        wanted += entry * wanted_stride + head * num_blocks
+        wanted += ((entry * 2 + tl.load(rows + entry)) * kv_heads + head) * num_blocks
         slot_block += lane_head * num_slots
         slot_used += lane_head * num_slots
         slot = tl.arange(0, slot_width)
@@ -128,23 +131,24 @@ def _retire_block_kernel(
 def retire_block_triton(
     retiring: torch.Tensor,
     wanted: torch.Tensor,
+    row: torch.Tensor,
     maps: SlotMaps,
     lanes: torch.Tensor,
     step: torch.Tensor,
     kv: torch.Tensor,
     page_table: torch.Tensor,
 ) -> None:
-    entries, kv_heads, num_blocks = wanted.shape
+    entries, _, kv_heads, num_blocks = wanted.shape
     num_slots, size = maps.slot_block.shape[2], kv[0, 0].numel()
     _retire_block_kernel[(entries * kv_heads,)](
         retiring,
         wanted.view(torch.uint8),
+        row,
         *maps,
         lanes,
         step,
         kv,
         page_table,
-        wanted.stride(0),
         num_blocks,
         maps.block_slot.shape[2],
         num_slots,

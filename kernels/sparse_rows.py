@@ -39,8 +39,8 @@ from minserve.kernels.masked_write import write_where
 RING = 3
 """Local pages."""
 
-WIDTH = 512
-"""Entries, or columns of a page table, that a program takes."""
+WIDTH, NUM_WARPS = 4096, 8
+"""Columns of a page table that a program takes at once, and its warps."""
 
 
 def ring_column(block: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -60,29 +60,22 @@ class Ring(NamedTuple):
     retiring: torch.Tensor
 
 
+class LaneTables(NamedTuple):
+    """num_tokens, ring_start: [num_lanes] int64, ring_start: set to (num_tokens - 1) // 16 - 1, or 0, as a lane becomes
+    sparse; sparse: [num_lanes] bool. looks_ahead: [num_lanes] bool, by the row behind its num_verified drafts, which is
+    [num_lanes] int64, else by its first row."""
+
+    num_tokens: torch.Tensor
+    ring_start: torch.Tensor
+    sparse: torch.Tensor
+    looks_ahead: torch.Tensor
+    num_verified: torch.Tensor
+
+
 def advance_ring(
-    num_tokens: torch.Tensor,
-    ring_start: torch.Tensor,
-    sparse: torch.Tensor,
-    lanes: torch.Tensor,
-    block_size: int = 16,
+    num_tokens: torch.Tensor, ring_start: torch.Tensor, sparse: torch.Tensor, lanes: torch.Tensor, block_size: int = 16
 ) -> Ring:
-    """A step's ring, by the lanes' tables as the step finds them; ring_start moves on to the next step's.
-
-    num_tokens, ring_start: [num_lanes] int64, ring_start: set to (num_tokens - 1) // 16 - 1, or 0, when a lane becomes
-    sparse; sparse: [num_lanes] bool; lanes: [entries] int64, no lane twice, -1: padding.
-    """
-    assert num_tokens.shape == ring_start.shape == sparse.shape, (num_tokens.shape, ring_start.shape, sparse.shape)
-    assert num_tokens.dtype == ring_start.dtype == lanes.dtype == torch.int64
-    assert sparse.dtype == torch.bool, sparse.dtype
-    assert all(tensor.is_contiguous() for tensor in (num_tokens, ring_start, sparse, lanes))
-    run = advance_ring_triton if lanes.is_cuda else advance_ring_reference
-    return run(num_tokens, ring_start, sparse, lanes, block_size)
-
-
-def advance_ring_reference(
-    num_tokens: torch.Tensor, ring_start: torch.Tensor, sparse: torch.Tensor, lanes: torch.Tensor, block_size: int
-) -> Ring:
+    """A step's ring, by the lanes' tables as the step finds them; ring_start moves on to the next step's."""
     lane = lanes.clamp_min(0)
     takes_part = (lanes >= 0) & sparse[lane]
     start = ring_start[lane]
@@ -92,46 +85,6 @@ def advance_ring_reference(
     write_where(ring_start, lanes, next_start, takes_part)
     retiring = torch.where(takes_part & (next_start > start), start, -1)
     return Ring(torch.where(takes_part, start, 0), torch.where(takes_part, next_start, 0), retiring)
-
-
-@triton.jit(do_not_specialize=["entries"])
-def _advance_ring_kernel(
-    num_tokens,
-    ring_starts,
-    sparse,
-    lanes,
-    starts,
-    next_starts,
-    retiring,
-    entries,
-    block_size: tl.constexpr,
-    width: tl.constexpr,
-):
-    entry = tl.program_id(0) * width + tl.arange(0, width)
-    inside = entry < entries
-    lane = tl.load(lanes + entry, mask=inside, other=-1)
-    takes_part = tl.load(sparse + lane, mask=lane >= 0, other=0) != 0
-    start = tl.load(ring_starts + lane, mask=takes_part, other=0)
-    tokens = tl.load(num_tokens + lane, mask=takes_part, other=1)
-    # Division rounds towards 0, not down; but below 0 it does not matter, as start is not.
-    wanted = (tokens - 1) // block_size - 1
-    next_start = tl.minimum(tl.maximum(wanted, start), start + 1)
-    next_start = tl.where(takes_part, next_start, 0)
-    tl.store(ring_starts + lane, next_start, mask=takes_part)
-    tl.store(starts + entry, start, mask=inside)
-    tl.store(next_starts + entry, next_start, mask=inside)
-    tl.store(retiring + entry, tl.where(next_start > start, start, -1), mask=inside)
-
-
-def advance_ring_triton(
-    num_tokens: torch.Tensor, ring_start: torch.Tensor, sparse: torch.Tensor, lanes: torch.Tensor, block_size: int
-) -> Ring:
-    ring = Ring(*(torch.empty_like(lanes) for _ in range(3)))
-    (entries,) = lanes.shape
-    _advance_ring_kernel[(triton.cdiv(entries, WIDTH),)](
-        num_tokens, ring_start, sparse.view(torch.uint8), lanes, *ring, entries, block_size, WIDTH, num_warps=4
-    )
-    return ring
 
 
 class SparseRows(NamedTuple):
@@ -147,6 +100,61 @@ class SparseRows(NamedTuple):
     places: torch.Tensor
 
 
+def begin_rows(
+    lengths: torch.Tensor,
+    places: torch.Tensor,
+    page_table: torch.Tensor,
+    tables: LaneTables,
+    lanes: torch.Tensor,
+    given: torch.Tensor,
+    num_slots: int,
+    block_size: int = 16,
+) -> tuple[SparseRows, torch.Tensor]:
+    """A step's rows, once for all layers, and which of its rows each lane looks ahead by, [entries] int64: the last for
+    who is not sparse, as a lane that is resident yet is ranked by that when it is demoted. Rows of other lanes than
+    sparse ones stay as they are. tables.ring_start moves on to the next step's.
+
+    lengths, places: [rows] int64 from `step_inputs`: the tokens up to and with the row's own, 0: none; and -1 where
+        nothing is stored. The place that stands there for a sparse row is not looked at
+    page_table: [num_lanes, columns] int32, contiguous, columns >= K + 3
+    lanes: [entries] int64, no lane twice, -1: padding
+    given: [4, entries] int64, written: the sparse ones of lanes, -1 for others, and the fields of `Ring`; num_slots: K.
+    """
+    (entries,) = lanes.shape
+    num_lanes, columns = page_table.shape
+    assert lengths.shape == places.shape == (len(lengths),), (lengths.shape, places.shape)
+    assert len(lengths) % max(entries, 1) == 0, (lengths.shape, lanes.shape)
+    assert all(table.shape == (num_lanes,) for table in tables), [table.shape for table in tables]
+    assert tables.sparse.dtype == tables.looks_ahead.dtype == torch.bool
+    numbers = (lengths, places, lanes, given, tables.num_tokens, tables.ring_start, tables.num_verified)
+    assert all(tensor.dtype == torch.int64 for tensor in numbers), [tensor.dtype for tensor in numbers]
+    assert (page_table.dtype, given.shape, given.stride(1)) == (torch.int32, (4, entries), 1), (page_table, given.shape)
+    assert 1 <= num_slots <= columns - RING, (num_slots, columns)
+    assert all(tensor.is_contiguous() for tensor in (lengths, places, page_table, *tables, lanes))
+    run = begin_rows_triton if lanes.is_cuda else begin_rows_reference
+    return run(lengths, places, page_table, tables, lanes, given, num_slots, block_size)
+
+
+def begin_rows_reference(
+    lengths: torch.Tensor,
+    places: torch.Tensor,
+    page_table: torch.Tensor,
+    tables: LaneTables,
+    lanes: torch.Tensor,
+    given: torch.Tensor,
+    num_slots: int,
+    block_size: int,
+) -> tuple[SparseRows, torch.Tensor]:
+    num_tokens, ring_start, sparse, looks_ahead, num_verified = tables
+    ring = advance_ring(num_tokens, ring_start, sparse, lanes, block_size)
+    own, last = lanes.clamp_min(0), len(lengths) // max(len(lanes), 1) - 1
+    takes_part = (lanes >= 0) & sparse[own]
+    given[0], given[1], given[2], given[3] = torch.where(takes_part, lanes, -1), *ring
+    behind = torch.where(looks_ahead[own], num_verified[own] + 1, 0).clamp_max(last)
+    rows = sparse_rows(lengths, places, page_table, sparse, lanes, ring.start, num_slots, block_size)
+    return rows, torch.where(takes_part, behind, last)
+
+
 def sparse_rows(
     lengths: torch.Tensor,
     places: torch.Tensor,
@@ -157,36 +165,7 @@ def sparse_rows(
     num_slots: int,
     block_size: int = 16,
 ) -> SparseRows:
-    """A step's rows, once for all layers. Those of other lanes than sparse ones stay as they are.
-
-    lengths, places: [rows] int64 from `step_inputs`: the tokens up to and with the row's own, 0: none; and -1 where
-        nothing is stored. The place that stands there for a sparse row is not looked at
-    page_table: [num_lanes, columns] int32, contiguous, columns >= K + 3; sparse: [num_lanes] bool
-    lanes: [entries] int64, -1: padding; start: [entries] int64, Ring.start; num_slots: K.
-    """
-    (entries,) = lanes.shape
-    num_lanes, columns = page_table.shape
-    assert lengths.shape == places.shape == (len(lengths),), (lengths.shape, places.shape)
-    assert len(lengths) % max(entries, 1) == 0, (lengths.shape, lanes.shape)
-    assert (sparse.shape, start.shape) == ((num_lanes,), (entries,)), (sparse.shape, start.shape)
-    assert all(tensor.dtype == torch.int64 for tensor in (lengths, places, lanes, start))
-    assert (page_table.dtype, sparse.dtype) == (torch.int32, torch.bool), (page_table.dtype, sparse.dtype)
-    assert 1 <= num_slots <= columns - RING, (num_slots, columns)
-    assert all(tensor.is_contiguous() for tensor in (lengths, places, page_table, sparse, lanes, start))
-    run = sparse_rows_triton if lanes.is_cuda else sparse_rows_reference
-    return run(lengths, places, page_table, sparse, lanes, start, num_slots, block_size)
-
-
-def sparse_rows_reference(
-    lengths: torch.Tensor,
-    places: torch.Tensor,
-    page_table: torch.Tensor,
-    sparse: torch.Tensor,
-    lanes: torch.Tensor,
-    start: torch.Tensor,
-    num_slots: int,
-    block_size: int,
-) -> SparseRows:
+    """start: [entries] int64, Ring.start; the rest as in `begin_rows`."""
     lane = lanes.clamp_min(0)
     is_sparse = ((lanes >= 0) & sparse[lane])[:, None]
     filled = start.clamp_max(num_slots)[:, None]
@@ -207,89 +186,77 @@ def sparse_rows_reference(
     )
 
 
-@triton.jit(do_not_specialize=["num_slots", "rows"])
-def _sparse_rows_kernel(
-    lengths,
-    places,
-    page_table,
-    sparse,
-    lanes,
-    starts,
-    out_table,
-    out_entries,
-    out_lengths,
-    out_places,
-    num_slots,
-    columns,
-    rows,
-    ring: tl.constexpr,
-    block_size: tl.constexpr,
-    row_width: tl.constexpr,
-    width: tl.constexpr,
-):
-    """One program for some columns of an entry's table; the first also for its rows, row_width of them at most."""
+@triton.jit(do_not_specialize=["num_slots", "rows", "given_stride"])
+def _begin_rows_kernel(
+    lengths, places, page_table, num_tokens, ring_start, sparse, looks_ahead, num_verified, lanes, given, out_table,
+    out_entries, out_lengths, out_places, ahead, num_slots, columns, rows, given_stride,
+    ring: tl.constexpr, block_size: tl.constexpr, row_width: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """One program for an entry, which has row_width rows at most."""
     entry = tl.program_id(0).to(tl.int64)
     lane = tl.load(lanes + entry)
-    is_sparse = tl.load(sparse + lane, mask=lane >= 0, other=0) != 0
-    start = tl.load(starts + entry)
-    filled = tl.minimum(start, num_slots)
+    real = lane >= 0
+    # All at once, and not first whether it is sparse: what takes time here is to wait for memory.
+    is_sparse = tl.load(sparse + lane, mask=real, other=0) != 0
+    start = tl.load(ring_start + lane, mask=real, other=0)
+    tokens = tl.load(num_tokens + lane, mask=real, other=1)
+    behind = tl.load(num_verified + lane, mask=real, other=0) + 1
+    behind = tl.where(tl.load(looks_ahead + lane, mask=real, other=0) != 0, behind, 0)
+    row = entry * rows + tl.arange(0, row_width)
+    inside = tl.arange(0, row_width) < rows
+    length = tl.load(lengths + row, mask=inside, other=0)
+    place = tl.load(places + row, mask=inside, other=-1)
+    tl.debug_barrier()  # every thread has loaded the start by then
+    start = tl.where(is_sparse, start, 0)
+    # Division rounds towards 0, not down; but below 0 it does not matter, as start is not.
+    next_start = tl.minimum(tl.maximum((tokens - 1) // block_size - 1, start), start + 1)
+    next_start = tl.where(is_sparse, next_start, 0)
+    tl.store(ring_start + lane, next_start, mask=is_sparse)
+    tl.store(ahead + entry, tl.where(is_sparse, tl.minimum(behind, rows - 1), rows - 1))
+    tl.store(given + entry, tl.where(is_sparse, lane, -1))
+    tl.store(given + given_stride + entry, start)
+    tl.store(given + 2 * given_stride + entry, next_start)
+    tl.store(given + 3 * given_stride + entry, tl.where(next_start > start, start, -1))
+    tl.store(out_entries + entry, tl.where(real, entry, -1))
+
+    filled = tl.minimum(start, num_slots).to(tl.int32)
+    shorter = tl.maximum(length - block_size * (start - filled), 0)
+    tl.store(out_lengths + row, tl.where(is_sparse, shorter, length), mask=inside)
     table = page_table + tl.maximum(lane, 0) * columns
-    column = tl.program_id(1) * width + tl.arange(0, width)
-    turned = num_slots + (start + tl.maximum(column - filled, 0)) % ring
-    seen = tl.where(is_sparse & (column >= filled), turned, column)
-    page = tl.load(table + seen, mask=column < columns, other=0)
-    tl.store(out_table + entry * columns + column, page, mask=column < columns)
-
-    if tl.program_id(1) == 0:
-        tl.store(out_entries + entry, tl.where(lane >= 0, entry, -1))
-        row = entry * rows + tl.arange(0, row_width)
-        inside = tl.arange(0, row_width) < rows
-        length = tl.load(lengths + row, mask=inside, other=0)
-        shorter = tl.maximum(length - block_size * (start - filled), 0)
-        tl.store(out_lengths + row, tl.where(is_sparse, shorter, length), mask=inside)
-        place = tl.load(places + row, mask=inside, other=-1)
-        position = tl.maximum(length - 1, 0)
-        stored = tl.where(is_sparse, place, -1) >= 0
-        own = tl.load(table + num_slots + position // block_size % ring, mask=stored, other=0).to(tl.int64)
-        tl.store(out_places + row, tl.where(stored, own * block_size + position % block_size, place), mask=inside)
+    position = tl.maximum(length - 1, 0)
+    stored = tl.where(is_sparse, place, -1) >= 0
+    own = tl.load(table + num_slots + position // block_size % ring, mask=stored, other=0).to(tl.int64)
+    first_turned = (start % ring).to(tl.int32)
+    for first in range(0, columns, width):
+        column = first + tl.arange(0, width)
+        turned = num_slots + (first_turned + tl.maximum(column - filled, 0)) % ring
+        seen = tl.where(is_sparse & (column >= filled), turned, column)
+        page = tl.load(table + seen, mask=column < columns, other=0)
+        tl.store(out_table + entry * columns + column, page, mask=column < columns)
+    tl.store(out_places + row, tl.where(stored, own * block_size + position % block_size, place), mask=inside)
 
 
-def sparse_rows_triton(
+def begin_rows_triton(
     lengths: torch.Tensor,
     places: torch.Tensor,
     page_table: torch.Tensor,
-    sparse: torch.Tensor,
+    tables: LaneTables,
     lanes: torch.Tensor,
-    start: torch.Tensor,
+    given: torch.Tensor,
     num_slots: int,
     block_size: int,
-) -> SparseRows:
+) -> tuple[SparseRows, torch.Tensor]:
     (entries,), (_, columns) = lanes.shape, page_table.shape
     rows = len(lengths) // max(entries, 1)
-    out = SparseRows(
-        page_table.new_empty(entries, columns),
-        torch.empty_like(lanes),
-        torch.empty_like(lengths),
-        torch.empty_like(places),
-    )
-    _sparse_rows_kernel[(entries, triton.cdiv(columns, WIDTH))](
-        lengths,
-        places,
-        page_table,
-        sparse.view(torch.uint8),
-        lanes,
-        start,
-        *out,
-        num_slots,
-        columns,
-        rows,
-        RING,
-        block_size,
-        max(triton.next_power_of_2(rows), 1),
-        WIDTH,
-        num_warps=4,
-    )
-    return out
+    numbers = (torch.empty_like(like) for like in (lanes, lengths, places))
+    out, ahead = SparseRows(page_table.new_empty(entries, columns), *numbers), torch.empty_like(lanes)
+    tables = tables._replace(sparse=tables.sparse.view(torch.uint8), looks_ahead=tables.looks_ahead.view(torch.uint8))
+    _begin_rows_kernel[(entries,)](
+        lengths, places, page_table, *tables, lanes, given, *out, ahead, num_slots, columns, rows, given.stride(0),
+        RING, block_size, max(triton.next_power_of_2(rows), 1), min(WIDTH, triton.next_power_of_2(columns)),
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out, ahead
 
 
 def sparse_attention_reference(

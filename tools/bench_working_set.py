@@ -111,9 +111,10 @@ def layer_parts() -> Iterator[Part]:
     yield Part(f"fetch_blocks: {fetched}", fetch, *over_link(1.0 * fetched * HEAD_BYTES), (fetch_blocks, programs))
     nothing = plan._replace(blocks=torch.full_like(plan.blocks, -1))
     yield Part("fetch_blocks: 0", functools.partial(fetch_blocks.fetch_blocks, nothing, *fetch.args[1:]), 0, 0)
+    row = torch.full_like(start, LOOKAHEAD)
     for retiring in (start, torch.full_like(start, -1)):
         num_retired = int((retiring >= 0).sum())
-        retire = functools.partial(retire_block, retiring, ranking[0], maps, lanes, step, kv, page_table)
+        retire = functools.partial(retire_block, retiring, wanted, row, maps, lanes, step, kv, page_table)
         yield Part(f"retire_block: {num_retired}", retire, *on_device(2.0 * num_retired * KV_HEADS * HEAD_BYTES))
 
 

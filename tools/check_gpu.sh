@@ -30,12 +30,15 @@ sparse() {
 # Every tensor has an allocation of its own then, so that what is read or written behind its end is seen.
 memcheck() {
   local chosen=(
+    accept_drafts.py::test_no_more_tokens_count_than_an_entry_may_have
     accept_drafts.py::test_tokens_count_up_to_the_first_wrong_draft
     adjust_logits.py::test_every_lane_has_its_own_adjustments
     adjust_logits.py::test_tokens_are_counted_for_lanes_with_penalties_alone
     build_digests.py::test_places_hold_the_extremes_of_keys_and_other_places_stay
     decode_attention.py::test_rows_of_one_entry_each_see_their_own_length
     decode_attention.py::test_the_number_of_splits_changes_nothing
+    fetch_accounts.py::test_a_step_runs_again_where_more_is_lacking_and_what_it_fetches_is_counted
+    fetch_accounts.py::test_lanes_get_their_refills_up_to_the_most_and_none_for_a_step_that_runs_again
     fetch_blocks.py::test_a_block_that_leaves_the_ring_goes_where_it_is_wanted_or_there_is_room
     fetch_blocks.py::test_blocks_in_8_bits_are_scaled_and_rounded_to_the_dtype_of_pages
     fetch_blocks.py::test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere
@@ -43,11 +46,11 @@ memcheck() {
     fp8.py::test_the_kernel_rounds_as_the_reference_bit_by_bit
     fp8_blocks.py::test_there_and_back_costs_a_sixteenth_or_a_thousandth_of_the_scale
     gather_pages.py::test_every_head_has_its_own_keys
-    keep_queries.py::test_the_lookahead_row_and_the_normal_row_are_kept_for_each_lane
     linear.py::test_in_of_one_piece
     linear.py::test_gates_far_from_zero
     merge_attention.py::test_merged_pieces_equal_one_softmax_over_all_keys
     norm_rope_store.py::test_nothing_is_stored_for_padding_and_its_neighbours_do_not_notice
+    norm_rope_store.py::test_the_queries_that_are_wanted_are_kept_as_they_are_returned
     rank_blocks.py::test_as_many_are_wanted_as_there_can_be_in_rows_of_any_length
     rms_norm.py::test_eps_bounds_what_a_row_of_nearly_nothing_becomes
     sampling.py::test_each_row_of_an_entry_draws_by_its_lane_at_a_position_of_its_own

@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 
 from minserve.config import BLOCK_SIZE
-from minserve.kernels.accept_drafts import accept_drafts_triton
+from minserve.kernels.accept_drafts import Limits, accept_drafts_triton
 from minserve.kernels.adjust_logits import Adjustments, adjust_logits_triton, count_tokens_triton
 from minserve.kernels.build_digests import build_digests_triton, digest_shape
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
+from minserve.kernels.fetch_accounts import Accounts, Outcome, count_fetches_triton, take_given_triton
 from minserve.kernels.fetch_blocks import fetch_blocks_triton
 from minserve.kernels.fp8 import FP8, quantize_rows_triton
 from minserve.kernels.gather_pages import gather_keys_triton
-from minserve.kernels.keep_queries import keep_queries_triton
+from minserve.kernels.keep_queries import Keep
 from minserve.kernels.linear import (
     LINEAR_CHOICES,
     MAX_ROWS,
@@ -38,7 +39,7 @@ from minserve.kernels.sampling import SamplingState, draw_triton
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks_triton
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
-from minserve.kernels.sparse_rows import RING, advance_ring_triton, sparse_rows_triton
+from minserve.kernels.sparse_rows import RING, LaneTables, begin_rows_triton
 from minserve.kernels.step_inputs import step_inputs_triton
 from minserve.kernels.store_blocks import store_blocks_triton
 from minserve.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
@@ -103,12 +104,15 @@ def elementwise_calls(work: Work) -> Iterator[Call]:
     qkv = work.floats(rows, model.heads + 2 * model.kv_heads, model.head_dim)
     angles = empty(rows, 1, model.head_dim, dtype=torch.float32)
     norms = (work.floats(model.head_dim), work.floats(model.head_dim)) if model.has_norms else None
-    yield lambda: norm_rope_store_triton(qkv, norms, EPS, (angles, angles), pages(work), empty(rows))
+    arguments = (qkv, norms, EPS, (angles, angles), pages(work), empty(rows))
+    yield functools.partial(norm_rope_store_triton, *arguments)
     table = empty(LANES, model.max_blocks, dtype=torch.int32)
     numbers = (empty(LANES), empty(LANES, MAX_DRAFTS), empty(LANES), empty(LANES))
     for per_entry in ROWS_PER_ENTRY:
         lanes = empty(max(1, rows // per_entry))
         yield functools.partial(step_inputs_triton, *numbers, table, lanes, per_entry - 1, BLOCK_SIZE)
+        keep = Keep(lanes, lanes, work.floats(LANES, 2, model.heads, model.head_dim))
+        yield functools.partial(norm_rope_store_triton, *arguments, keep=keep)
     for size in (model.hidden, model.mlp, BLOCK_SIZE * model.head_dim):
         yield functools.partial(quantize_rows_triton, work.floats(rows, size))
 
@@ -171,14 +175,11 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     sizes = (SLOTS, SLOTS, model.max_blocks)
     maps = SlotMaps(*(empty(LANES, model.kv_heads, size, dtype=torch.int32) for size in sizes))
     yield functools.partial(build_digests_triton, kv, digests, lanes, lanes)
-    yield functools.partial(advance_ring_triton, empty(LANES), empty(LANES), sparse, lanes, BLOCK_SIZE)
+    tables, given = LaneTables(empty(LANES), empty(LANES), sparse, sparse, empty(LANES)), empty(4, entries)
     for per_entry in ROWS_PER_ENTRY:
         rows = empty(entries * per_entry)
-        yield functools.partial(sparse_rows_triton, rows, rows, host_table, sparse, lanes, lanes, SLOTS, BLOCK_SIZE)
+        yield functools.partial(begin_rows_triton, rows, rows, host_table, tables, lanes, given, SLOTS, BLOCK_SIZE)
     queries = work.floats(entries, 2, model.heads, model.head_dim)
-    for per_entry in ROWS_PER_ENTRY:
-        q = work.floats(entries * per_entry, model.heads, model.head_dim)
-        yield functools.partial(keep_queries_triton, q, lanes, lanes, work.floats(LANES, *queries.shape[1:]))
     yield functools.partial(score_blocks_triton, queries, digests, host_table[:, :RANKED_BLOCKS], lanes, lanes)
     logits = empty(entries, 2, model.heads, min(RANKED_BLOCKS, model.max_blocks), dtype=torch.float32)
     yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)
@@ -192,7 +193,12 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     yield functools.partial(fetch, host, 1, host_table, kv, table)
     scales = empty(*host.shape[:4], dtype=torch.float32)
     yield functools.partial(fetch, host.to(FP8), 1, host_table, kv, table, scales)
-    yield functools.partial(retire_block_triton, lanes, ranking[0], maps, lanes, step, kv, table)
+    yield functools.partial(retire_block_triton, lanes, wanted, lanes, maps, lanes, step, kv, table)
+    allowance, late = empty(LAYERS, LANES, dtype=torch.int32), empty(LANES + 1)
+    accounts = Accounts(empty(2, LANES), empty(LANES), allowance, empty(LANES).float(), late.bool(), late)
+    yield functools.partial(take_given_triton, given, accounts, step, empty(7, entries), step)
+    counters, outcome = plan.counters.expand(LAYERS, *plan.counters.shape), Outcome(lanes.bool(), empty(entries, 5))
+    yield functools.partial(count_fetches_triton, counters, counters.float(), lanes, accounts, outcome)
     cache = work.floats(LAYERS, PAGES, model.kv_heads, 2, BLOCK_SIZE, model.head_dim)
     yield functools.partial(store_blocks_triton, cache, host, lanes, lanes)
 
@@ -233,7 +239,9 @@ def sampling_calls(work: Work) -> Iterator[Call]:
         yield functools.partial(draw_triton, logits.float(), lanes, state, allowed)
         yield functools.partial(draw_triton, logits, lanes, state)
         yield functools.partial(adjust_logits_triton, logits, lanes, adjustments)
-        yield functools.partial(accept_drafts_triton, tokens, lanes, adjustments.drafts, integer, integer)
+        limits = Limits(torch.empty_like(lanes, dtype=torch.bool), penalized, integer)
+        for own in (None, limits):
+            yield functools.partial(accept_drafts_triton, tokens, lanes, adjustments.drafts, integer, integer, own)
         yield functools.partial(count_tokens_triton, tokens, lanes, lanes, adjustments.output_counts, penalized)
     lanes = empty(work.rows)
     for vocab, id_offsets in ((work.model.vocab, None), (DRAFT_VOCAB, empty(DRAFT_VOCAB))):

@@ -12,7 +12,7 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.engine.core import Engine
 from minserve.engine.plan import Chunk, Demotion, Fetched, LaneSetup, Sample, SparsePolicy, StepPlan, StepResult
-from minserve.kernels.accept_drafts import accept_drafts
+from minserve.kernels.accept_drafts import Limits, accept_drafts
 from minserve.kernels.fp8 import FP8
 from minserve.kernels.sampling import draw
 from minserve.kernels.select_blocks import FetchPlan
@@ -61,14 +61,14 @@ class ForcedSampler(Sampler):
         self.forced: Sequence[int] = ()
 
     def sample(
-        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, most: torch.Tensor | None = None
+        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, limits: Limits | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.logits, lanes = logits.float(), self._lanes
         tokens = draw(logits, lane_ids, lanes.sampling, self._allowed)
         forced = to_device(list(self.forced[: len(tokens)]), torch.int64, tokens.device)
         tokens[: len(forced)] = forced
         self.drawn = tokens
-        counts = accept_drafts(tokens, lane_ids, lanes.drafts, lanes.last_token, lanes.num_tokens, most)
+        counts = accept_drafts(tokens, lane_ids, lanes.drafts, lanes.last_token, lanes.num_tokens, limits)
         return tokens[None], counts
 
 
@@ -82,7 +82,7 @@ class WatchedBackground(Background):
 
     def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan], torch.Tensor]:
         wanted, plans, lacking = super()._fetch(entries)
-        self.wanted, self.ring_start, self.lacking = torch.cat(wanted), int(entries.ring.start), float(lacking)
+        self.wanted, self.ring_start, self.lacking = torch.cat(wanted), int(entries.ring.start), float(lacking.mean())
         return wanted, plans, lacking
 
 

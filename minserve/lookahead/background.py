@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from minserve.kernels.fetch_accounts import COUNTERS, Accounts, Outcome, count_fetches, take_given
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import Ring
@@ -23,16 +24,10 @@ from minserve.lookahead.order import Order
 from minserve.memory.working_sets import WorkingSets
 from minserve.models.config import ModelConfig
 
-LANES, START, NEXT_START, RETIRING = range(4)
-"""The rows of what is given."""
-
-COUNTERS = 5
-"""As in `Fetched`: hits, misses, cut, surprises, asked."""
-
 
 class Entries(NamedTuple):
     """lanes: [entries] int64, -1 for padding and for who is not sparse; own, at: the same, with lane 0 in place of -1,
-    and with the row behind all lanes; ring; step: [1] int32, the clock of slot_used.
+    and with the row behind all lanes; ring; caps: [entries] int64, of own; step: [1] int32, the clock of slot_used.
     stacks: by the number of layers of a group, as far as they were needed. held: what other streams read; if it were
     given back before they have joined, it would be written by whatever comes next.
     """
@@ -41,6 +36,7 @@ class Entries(NamedTuple):
     own: torch.Tensor
     at: torch.Tensor
     ring: Ring
+    caps: torch.Tensor
     step: torch.Tensor
     stacks: dict[int, tuple[Stack, Sequence[torch.Tensor]]]
     held: list[torch.Tensor]
@@ -49,7 +45,7 @@ class Entries(NamedTuple):
 class Background:
     """Of steps of up to so many entries. groups: of layers, as from `groups_of`.
 
-    given: [4, max_entries] int64, by the rows above; again: [max_entries] bool, whose step has to run again;
+    given: [4, max_entries] int64, as from `begin_rows`; again: [max_entries] bool, whose step has to run again;
     counters: [max_entries, 5] int64, the fields of `Fetched`; recalled: [max_entries, 3] int64, what the foreground has
     fetched by itself, where it recalls.
     """
@@ -68,6 +64,7 @@ class Background:
         self.recalled = torch.zeros(max_entries, 3, dtype=torch.int64, device=device)
         kv_heads, max_blocks = sets.maps.block_slot.shape[2:]
         self._no_scores = torch.zeros(kv_heads * max_blocks, device=device)
+        self._accounts = Accounts(sets.refills, sets.cap, sets.allowance, sets.retry_above, sets.retried, sets.late)
         unlimited = torch.iinfo(torch.int32).max
         self._unlimited = torch.full((num_layers * sets.num_lanes,), unlimited, dtype=torch.int32, device=device)
 
@@ -90,39 +87,33 @@ class Background:
         entries = self._take_given(num_entries)
         order.taken.record()
         wanted, plans, lacking = self._fetch(entries)
-        again = (lacking > sets.retry_above[entries.own]) & ~sets.retried[entries.own] & (entries.lanes >= 0)
-        self.again[:num_entries] = again
+        counters = torch.cat([plan.counters for plan in plans]).view(len(sets.by_layer), num_entries, -1, COUNTERS)
+        again, totals = outcome = Outcome(self.again[:num_entries], self.counters[:num_entries])
+        count_fetches(counters, lacking.view(counters.shape[:3]), entries.lanes, self._accounts, outcome)
+        if self._recalls:
+            totals[:, :3] = self.recalled[:num_entries]
         order.ranked.record()
-        self._count(entries, torch.cat([group.counters(plan) for group, plan in zip(self._groups, plans, strict=True)]))
-        order.counted.record()
         with order.streams.finishing():
             late = self._finish(entries, again, wanted)
+        by_layer = counters.sum(dim=(1, 2))[:, :4]
         order.streams.join()
         sets.late[entries.at] = late.sum(dim=0)
         sets.retried[entries.at] = again
         if not self._recalls:  # else nobody runs again, and the foreground counts
+            sets.by_layer += by_layer
             sets.by_layer[:, 1] += late.sum(dim=1)
         order.ended.record()
 
     def _take_given(self, num_entries: int) -> Entries:
-        sets = self._sets
-        # Of even width, so that every row begins at 16 bytes: kernels are compiled for that.
-        given = self.given[:, : num_entries + num_entries % 2].clone()
-        lanes, start, next_start, retiring = given[:, :num_entries]
-        at = torch.where(lanes < 0, sets.num_lanes, lanes)
-        takes_part = torch.zeros_like(sets.retried)
-        takes_part.index_fill_(0, at, True)  # `takes_part[at] = True` would have the host wait
-        more, most = sets.refills.clone()
-        more = torch.where(sets.retried[:-1], 0, more)  # a lane has what it has for a token, not for a step
-        refilled = torch.minimum(sets.allowance + more, most)
-        sets.allowance.copy_(torch.where(takes_part[:-1], refilled, sets.allowance))
-        return Entries(lanes, lanes.clamp_min(0), at, Ring(start, next_start, retiring), sets.step.clone(), {}, [])
+        taken, step = take_given(self.given[:, :num_entries], self._accounts, self._sets.step)
+        lanes, start, next_start, retiring, own, at, caps = taken
+        return Entries(lanes, own, at, Ring(start, next_start, retiring), caps, step, {}, [])
 
     def _stacked(self, entries: Entries, num_layers: int) -> tuple[Stack, Sequence[torch.Tensor]]:
         """And where the rings of this step's rows and of the next one's begin, and caps; made when first needed."""
         if num_layers not in entries.stacks:
             ring = entries.ring
-            caps = torch.zeros_like(entries.lanes) if self._recalls else self._sets.cap[entries.own]
+            caps = torch.zeros_like(entries.caps) if self._recalls else entries.caps
             stack = self._stack(num_layers, entries.lanes, ring.next_start)
             entries.stacks[num_layers] = stack, stack.repeat(ring.start, ring.next_start, caps)
         return entries.stacks[num_layers]
@@ -134,7 +125,7 @@ class Background:
 
     def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan], torch.Tensor]:
         """What each group's lookahead rows want. Returns what is wanted, as from `rank`, the plans, and what is
-        lacking, the mean over layers and KV heads: [entries] float32."""
+        lacking: [layers * entries, kv_heads] float32."""
         sets, order = self._sets, self._order
         wanted, plans, lacking = [], [], []
         for number, group in enumerate(self._groups):
@@ -155,48 +146,32 @@ class Background:
             entries.held.extend(group.fetch(plan, stack.lanes, entries.step, stack.page_table, fetching))
             wanted.append(ranked.wanted)
             plans.append(plan)
-            lacking.append(ranked.lacking.view(group.num_layers, len(entries.lanes), -1))
-        return wanted, plans, torch.cat(lacking).mean(dim=(0, 2))
-
-    def _count(self, entries: Entries, counters: torch.Tensor) -> None:
-        """counters: [layers, entries, 5], zero for who takes no part."""
-        sets, num_entries, totals = self._sets, len(entries.lanes), counters.sum(dim=0)
-        spent = (counters[..., 1] - counters[..., 2]).to(torch.int32)
-        sets.allowance.index_add_(1, entries.own, spent, alpha=-1)
-        if self._recalls:
-            totals[:, :3] = self.recalled[:num_entries]
-        else:
-            sets.by_layer += counters[..., :4].sum(dim=1)
-        totals[:, 1] += torch.where(entries.lanes >= 0, sets.late[entries.own], 0)
-        self.counters[:num_entries] = totals
+            lacking.append(ranked.lacking)
+        return wanted, plans, torch.cat(lacking)
 
     def _finish(self, entries: Entries, again: torch.Tensor, ranked: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fetches what rows lack that run again, and retires what leaves the rings, layer by layer. Returns how many
         blocks of each layer were fetched: [layers, entries] int64."""
-        order, ring = self._order, entries.ring
-        # The ring of who runs again begins a block later then: that block has to be there, and evict nothing wanted.
-        own_retiring, again_retiring = torch.where(again, -1, ring.retiring), torch.where(again, ring.retiring, -1)
-        own_lanes = torch.where(again, entries.lanes, -1)
-        repeated = {
-            size: stack.repeat(own_retiring, again_retiring, own_lanes) for size, (stack, _) in entries.stacks.items()
-        }
+        order, layers = self._order, len(self._sets.by_layer)
         runs_again = not order.on_host or bool(again.any())
-        fetched = []
+        counters = []
+        # The ring of who runs again begins a block later then: that block has to be there, and evict nothing wanted.
+        repeated: dict[int, Sequence[torch.Tensor]] = {}
+        for size, (stack, _) in entries.stacks.items():
+            retiring, row = stack.repeat(entries.ring.retiring, again.to(torch.int64))
+            repeated[size] = retiring, row, torch.where(row == NORMAL, stack.lanes, -1)
         for number, (group, wanted) in enumerate(zip(self._groups, ranked, strict=True)):
             stack, (start, _, _) = entries.stacks[group.num_layers]
-            own_retiring, again_retiring, lanes = repeated[group.num_layers]
+            retiring, row, lanes = repeated[group.num_layers]
             order.streams.wait_for(number)
             if runs_again:
-                lanes = torch.where(lanes >= 0, stack.lanes, -1)
-                plan = self._take_all(group, stack, lanes, wanted[:, NORMAL], start, entries.step)
-                fetched.append(group.counters(plan))
-                group.retire(again_retiring, stack.lanes, wanted[:, NORMAL], entries.step, stack.page_table)
-            group.retire(own_retiring, stack.lanes, wanted[:, LOOKAHEAD], entries.step, stack.page_table)
+                counters.append(self._take_all(group, stack, lanes, wanted[:, NORMAL], start, entries.step).counters)
+            group.retire(retiring, wanted, row, stack.lanes, entries.step, stack.page_table)
             order.fetched[number].record()
         if not runs_again:
-            return torch.zeros(len(self._sets.by_layer), len(again), dtype=torch.int64, device=again.device)
-        counters = torch.cat(fetched)
-        return counters[..., 1] - counters[..., 2]
+            return torch.zeros(layers, len(again), dtype=torch.int64, device=again.device)
+        fetched = torch.cat(counters)
+        return (fetched[..., 1] - fetched[..., 2]).view(layers, len(again), -1).sum(dim=2)
 
     def _take_all(
         self,

@@ -137,10 +137,11 @@ class LayerGroup:
     def retire(
         self,
         retiring: torch.Tensor,
-        lanes: torch.Tensor,
         wanted: torch.Tensor,
+        row: torch.Tensor,
+        lanes: torch.Tensor,
         step: torch.Tensor,
         page_table: torch.Tensor,
     ) -> None:
         """As `retire_block`; lanes, page_table: as in a stack."""
-        retire_block(retiring, wanted, self._maps, lanes, step, self._kv, page_table)
+        retire_block(retiring, wanted, row, self._maps, lanes, step, self._kv, page_table)

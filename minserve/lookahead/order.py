@@ -58,7 +58,7 @@ class Order:
     """begun: the foreground has written what the background begins with; taken: the background has copied that.
     attended, fetched: of each group of layers that the background takes at once: its queries are there, and its slots
     are read no more; and its pages are as the next step's rows read them.
-    ranked: it is known whose step runs again; counted: what the background counts; ended: all of it.
+    ranked: it is known whose step runs again, and what it fetches; ended: all of it.
 
     on_host: what is computed is known to the host at once.
     """
@@ -68,7 +68,6 @@ class Order:
     attended: Sequence[Signal]
     fetched: Sequence[Signal]
     ranked: Signal
-    counted: Signal
     ended: Signal
     streams: Streams
     on_host: bool
@@ -84,7 +83,6 @@ class Order:
             attended=[new() for _ in range(num_groups)],
             fetched=[new() for _ in range(num_groups)],
             ranked=new(),
-            counted=new(),
             ended=new(),
             streams=_OneAfterTheOther() if on_host else _CudaStreams(device),
             on_host=on_host,

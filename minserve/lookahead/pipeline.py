@@ -3,18 +3,19 @@
 Owns: a step's rows, the queries that are kept, and how many of a lane's tokens count. Does not know: plans, sampling,
 models, or how blocks are chosen (background).
 
-A step begins with its rows (`begin`). Every layer first waits for what was fetched for it (`enter`), gives its queries
-(`keep`), and says when it has attended (`leave`); some layers do so together (layers.py). Behind the last, the
-background is launched (`fetch`), which ranks blocks by these queries and fetches what the next step will want; sampling
-asks it whose step has to run again (`most_accepted`).
+A step begins with its rows (`begin`). Every layer first waits for what was fetched for it (`enter`), says when its
+queries are kept (`kept`) and when it has attended (`leave`); some layers do so together (layers.py). Behind the last,
+the background is launched (`fetch`), which ranks blocks by these queries and fetches what the next step will want;
+sampling asks it whose step has to run again (`limits`).
 """
 
 import torch
 
 from minserve.engine.plan import StepPlan
-from minserve.kernels.keep_queries import keep_queries
-from minserve.kernels.sparse_rows import SparseRows, advance_ring, sparse_rows
-from minserve.lookahead.background import LANES, NEXT_START, RETIRING, START, Background
+from minserve.kernels.accept_drafts import Limits
+from minserve.kernels.keep_queries import Keep
+from minserve.kernels.sparse_rows import LaneTables, SparseRows, begin_rows
+from minserve.lookahead.background import Background
 from minserve.lookahead.layers import groups_of
 from minserve.lookahead.order import Order
 from minserve.memory.working_sets import WorkingSets
@@ -28,19 +29,18 @@ class SparseStep:
         self._lookahead, self._lanes, self._ahead = lookahead, lanes, ahead
         self.rows = rows
 
-    def enter(self, layer: int) -> None:
-        """Before the layer writes keys and values."""
+    def enter(self, layer: int) -> Keep:
+        """Before the layer writes keys and values; says which of its queries are kept."""
         lookahead = self._lookahead
         number, layers = lookahead.group_of[layer]
         if layer == layers[0]:
             lookahead.order.fetched[number].wait()
+        return Keep(self._ahead, self._lanes, lookahead.sets.queries[layer])
 
-    def keep(self, layer: int, q: torch.Tensor) -> None:
-        """Before the layer attends. q: [rows, heads, head_dim]."""
-        lookahead = self._lookahead
-        keep_queries(q, self._ahead, self._lanes, lookahead.sets.queries[layer])
-        if lookahead.recalls:
-            lookahead.background.recall(layer, len(self._lanes))
+    def kept(self, layer: int) -> None:
+        """When they are; before the layer attends."""
+        if self._lookahead.recalls:
+            self._lookahead.background.recall(layer, len(self._lanes))
 
     def leave(self, layer: int) -> None:
         """When it has attended."""
@@ -69,6 +69,7 @@ class Lookahead:
         background: type[Background] = Background,
     ) -> None:
         self.sets, self.recalls = sets, recalls
+        self._tables = LaneTables(sets.num_tokens, sets.ring_start, sets.sparse, sets.looks_ahead, sets.num_verified)
         groups = groups_of(sets.kv.device, sets.kv.shape[0], layers_at_once)
         self.group_of = [(number, layers) for number, layers in enumerate(groups) for _ in layers]
         self.order = order or Order.of(sets.kv.device, len(groups))
@@ -90,23 +91,15 @@ class Lookahead:
         """A step of these lanes, resident ones among them. lanes: [entries] int64, -1: padding; lengths, places: [rows]
         int64, from `step_inputs`."""
         sets, given = self.sets, self.background.given[:, : len(lanes)]
-        own = lanes.clamp_min(0)
-        takes_part = (lanes >= 0) & sets.sparse[own]
-        last = len(lengths) // max(len(lanes), 1) - 1
-        ring = advance_ring(sets.num_tokens, sets.ring_start, sets.sparse, lanes)
-        rows = sparse_rows(lengths, places, sets.page_table, sets.sparse, lanes, ring.start, sets.num_slots)
-        given[LANES] = torch.where(takes_part, lanes, -1)
-        given[START], given[NEXT_START], given[RETIRING] = ring
+        rows, ahead = begin_rows(lengths, places, sets.page_table, self._tables, lanes, given, sets.num_slots)
         if self.recalls:
             self.background.recalled.zero_()
         self.order.begun.record()
-        behind = torch.where(sets.looks_ahead[own], sets.num_verified[own] + 1, 0).clamp_max(last)
-        # A lane that is resident yet is ranked by the last row there is, when it is demoted.
-        return SparseStep(self, rows, lanes, torch.where(takes_part, behind, last))
+        return SparseStep(self, rows, lanes, ahead)
 
     def forget(self) -> None:
         """No lane takes part in a background that is launched now. Of nobody's step, in order to record it."""
-        self.background.given[LANES].fill_(-1)
+        self.background.given[0].fill_(-1)
         self.order.begun.record()
 
     def fetch(self, num_entries: int) -> None:
@@ -114,15 +107,11 @@ class Lookahead:
         with self.order.streams.background():
             self.background.run(num_entries)
 
-    def most_accepted(self, lanes: torch.Tensor, rows_per_entry: int) -> torch.Tensor:
-        """[entries] int64: how many of each lane's tokens may count; of the step whose background was launched last."""
-        sets, own = self.sets, lanes.clamp_min(0)
+    def limits(self, num_entries: int) -> Limits:
+        """Which tokens may count of the step whose background was launched last."""
         self.order.ranked.wait()
-        verified = 1 + sets.num_verified[own]
-        most = torch.where((lanes >= 0) & sets.sparse[own], verified, rows_per_entry)
-        return torch.where(self.background.again[: len(lanes)], 0, most)
+        return Limits(self.background.again[:num_entries], self.sets.sparse, self.sets.num_verified)
 
     def fetched(self, num_entries: int) -> torch.Tensor:
-        """[entries, 5] int64, the fields of `Fetched`, of the same step. Overwritten by the next."""
-        self.order.counted.wait()
+        """[entries, 5] int64, the fields of `Fetched`, of the same step, behind `limits`. Overwritten by the next."""
         return self.background.counters[:num_entries]

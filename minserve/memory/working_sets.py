@@ -68,7 +68,7 @@ class WorkingSets:
     digests: [layers, host blocks, *digest_shape]
     queries: [layers, lanes, 2 (lookahead, normal), heads, head_dim], of the last step that kept them
     allowance: [layers, lanes] int32                     blocks that a lane may still fetch in a layer
-    refills: [2 (more, most), lanes] int32               what a step adds to that, and how much there may be then
+    refills: [2 (more, most), lanes] int64               what a step adds to that, and how much there may be then
     looks_ahead: [lanes] bool; num_verified, cap: [lanes] int64; retry_above: [lanes] float32, inf: never
     retried: [lanes + 1] bool                            the lane's step has to run again, or has just done so
     late: [lanes + 1] int64                              blocks that were fetched for that, which its next step counts
@@ -101,7 +101,7 @@ class WorkingSets:
         digests = (num_layers, host.kv.shape[0], *digest_shape(kv_heads, head_dim))
         self.digests = zeros(digests, digest_dtype(device, dtype), device.type)
         self.queries = table(dtype, num_layers, num_lanes, 2, num_heads, head_dim)
-        self.allowance, self.refills = table(torch.int32, num_layers, num_lanes), table(torch.int32, 2, num_lanes)
+        self.allowance, self.refills = table(torch.int32, num_layers, num_lanes), table(torch.int64, 2, num_lanes)
         self.looks_ahead, self.retried = table(torch.bool, num_lanes), table(torch.bool, num_lanes + 1)
         self.late = table(torch.int64, num_lanes + 1)
         self.num_verified, self.cap = table(torch.int64, num_lanes), table(torch.int64, num_lanes)
@@ -158,8 +158,8 @@ class WorkingSets:
         if plan.stored:
             self._take_stored(plan.stored)
         if plan.refills:
-            lanes, *refills = to_device(plan.refills, torch.int64, self.sparse.device).T
-            self.refills[:, lanes] = torch.stack(refills).to(torch.int32)
+            refills = to_device(list(zip(*plan.refills, strict=True)), torch.int64, self.sparse.device)
+            self.refills[:, refills[0]] = refills[1:]
 
     def _demote(self, demotion: Demotion) -> None:
         device, lane = self.sparse.device, demotion.lane

@@ -31,7 +31,7 @@ class DecodeAttention:
     """The same number of rows of each lane, one lane's after the other's.
 
     lanes: [lanes] int64, -1: padding; positions, places (see norm_rope_store), lengths: [rows] int64.
-    sparse: where some lane is: its places, lengths and pages are used, and each layer's queries are given to it.
+    sparse: where some lane is: its places, lengths and pages are used, and each layer's queries are kept for it.
     """
 
     def __init__(
@@ -55,11 +55,10 @@ class DecodeAttention:
     def __call__(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """qkv: [rows, heads + 2 * kv_heads, head_dim]. Returns [rows, heads * head_dim]."""
         kv = self._kv[layer]
+        keep = None if self._sparse is None else self._sparse.enter(layer)
+        q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places, keep=keep)
         if self._sparse is not None:
-            self._sparse.enter(layer)
-        q = norm_rope_store(qkv, norms, self._eps, self._rope, kv, self._places)
-        if self._sparse is not None:
-            self._sparse.keep(layer, q)
+            self._sparse.kept(layer)
         attended = decode_attention(q, kv, self._batch).flatten(1)
         if self._sparse is not None:
             self._sparse.leave(layer)

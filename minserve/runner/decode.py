@@ -124,10 +124,8 @@ class Decode:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, counts) as in `Decoded`; they are also written to the lanes. keeps_queries: as in the step, whose
         background has been launched."""
-        most = None
-        if keeps_queries and self.lookahead is not None:
-            most = self.lookahead.most_accepted(lane_ids, len(logits) // len(lane_ids))
-        return self._sampler.sample(logits, lane_ids, adjusted=adjusted, most=most)
+        limits = self.lookahead.limits(len(lane_ids)) if keeps_queries and self.lookahead is not None else None
+        return self._sampler.sample(logits, lane_ids, adjusted=adjusted, limits=limits)
 
     def propose(
         self, aux: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, lane_ids: torch.Tensor, num_proposals: int

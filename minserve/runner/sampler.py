@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minserve.kernels.accept_drafts import accept_drafts
+from minserve.kernels.accept_drafts import Limits, accept_drafts
 from minserve.kernels.adjust_logits import adjust_logits, count_tokens
 from minserve.kernels.sampling import draw
 from minserve.memory.lanes import Lanes
@@ -29,19 +29,19 @@ class Sampler:
         return logits if self._allowed is None else logits.masked_fill(~self._allowed, -torch.inf)
 
     def sample(
-        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, most: torch.Tensor | None = None
+        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, limits: Limits | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What follows each lane's newest token, and each of its drafts if that is what followed: (tokens, counts).
 
         logits: [entries * rows, vocab], a lane's rows one after the other; lane_ids: [entries] int64, -1: padding;
-        adjusted: some lane has penalties, bias or a least length; most: see `accept_drafts`.
+        adjusted: some lane has penalties, bias or a least length; limits: see `accept_drafts`.
         tokens: [entries, rows] int64, of which the first counts [entries] are the text, also written to the lanes.
         """
         lanes = self._lanes
         if adjusted:
             logits = adjust_logits(logits, lane_ids, lanes.adjustments)
         tokens = draw(logits, lane_ids, lanes.sampling, self._allowed)
-        counts = accept_drafts(tokens, lane_ids, lanes.drafts, lanes.last_token, lanes.num_tokens, most)
+        counts = accept_drafts(tokens, lane_ids, lanes.drafts, lanes.last_token, lanes.num_tokens, limits)
         if adjusted:
             count_tokens(tokens, lane_ids, counts, lanes.output_counts, lanes.penalized)
         return tokens.view(len(lane_ids), -1), counts

@@ -21,9 +21,9 @@ from minserve.kernels.accept_drafts import accept_drafts_triton
 from minserve.kernels.adjust_logits import adjust_logits_triton, count_tokens_triton
 from minserve.kernels.build_digests import build_digests_triton
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
+from minserve.kernels.fetch_accounts import count_fetches_triton, take_given_triton
 from minserve.kernels.fetch_blocks import fetch_blocks_triton
 from minserve.kernels.gather_pages import gather_keys_triton
-from minserve.kernels.keep_queries import keep_queries_triton
 from minserve.kernels.merge_attention import merge_attention_triton
 from minserve.kernels.norm_rope_store import norm_rope_store_triton
 from minserve.kernels.rank_blocks import rank_blocks_triton
@@ -33,7 +33,7 @@ from minserve.kernels.sampling import draw_triton
 from minserve.kernels.score_blocks import score_blocks_triton
 from minserve.kernels.select_blocks import select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
-from minserve.kernels.sparse_rows import advance_ring_triton, sparse_rows_triton
+from minserve.kernels.sparse_rows import begin_rows_triton
 from minserve.kernels.step_inputs import step_inputs_triton
 from minserve.lookahead.order import Order
 from minserve.lookahead.pipeline import Lookahead
@@ -96,10 +96,10 @@ KERNELS = {
 
 SPARSE_KERNELS = {
     "minserve.lookahead.pipeline": {
-        "advance_ring": partial(advance_ring_triton, block_size=BLOCK_SIZE),
-        "sparse_rows": partial(sparse_rows_triton, block_size=BLOCK_SIZE),
-        "keep_queries": keep_queries_triton,
+        "begin_rows": partial(begin_rows_triton, block_size=BLOCK_SIZE),
     },
+    "minserve.runner.attention": {"norm_rope_store": norm_rope_store_triton},
+    "minserve.runner.sampler": {"accept_drafts": accept_drafts_triton},
     "minserve.lookahead.layers": {
         "score_blocks": score_blocks_triton,
         "rank_blocks": rank_blocks_triton,
@@ -108,6 +108,10 @@ SPARSE_KERNELS = {
         "retire_block": retire_block_triton,
     },
     "minserve.memory.working_sets": {"build_digests": build_digests_triton},
+    "minserve.kernels.fetch_accounts": {
+        "take_given_reference": take_given_triton,
+        "count_fetches_reference": count_fetches_triton,
+    },
 }
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from minserve.kernels.accept_drafts import accept_drafts, accept_drafts_reference, accept_drafts_triton
+from minserve.kernels.accept_drafts import Limits, accept_drafts, accept_drafts_reference, accept_drafts_triton
 from minserve.kernels.adjust_logits import (
     Adjustments,
     adjust_logits_reference,
@@ -67,12 +67,14 @@ def test_more_rows_than_drafts_are_our_mistake(device):
 @pytest.mark.parametrize("accept", [accept_drafts_reference, accept_drafts_triton])
 def test_no_more_tokens_count_than_an_entry_may_have(accept, device):
     tokens = torch.tensor([5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6, 7], device=device)
-    lanes = torch.tensor([0, 1, 2, -1], device=device)
-    drafts = torch.tensor([[5, 6], [5, 6], [5, 6]], device=device)
-    last_token, num_tokens = torch.tensor([[1, 2, 3], [10, 20, 30]], device=device)
-    most = torch.tensor([2, 0, 9, 9], device=device)
-    assert accept(tokens, lanes, drafts, last_token, num_tokens, most).tolist() == [2, 0, 3, 0]
-    assert (last_token.tolist(), num_tokens.tolist()) == ([6, 2, 7], [12, 20, 33])
+    tokens = tokens.repeat(2)[: 3 * 5]
+    lanes = torch.tensor([0, 1, 2, -1, 3], device=device)
+    drafts = torch.tensor([[5, 6], [5, 6], [5, 6], [5, 6]], device=device)
+    last_token, num_tokens = torch.tensor([[1, 2, 3, 4], [10, 20, 30, 40]], device=device)
+    again, sparse = torch.tensor([[0, 1, 0, 1, 0], [1, 1, 1, 0, 0]], dtype=torch.bool, device=device)
+    limits = Limits(again, sparse[:4], torch.tensor([1, 2, 8, 0], device=device))
+    assert accept(tokens, lanes, drafts, last_token, num_tokens, limits).tolist() == [2, 0, 3, 0, 3]
+    assert (last_token.tolist(), num_tokens.tolist()) == ([6, 2, 7, 7], [12, 20, 33, 43])
 
 
 class Kernels(NamedTuple):

@@ -62,8 +62,13 @@ class Case:
     def retire(self, retire, retiring, wanted, entries):
         lanes, leaving = (torch.tensor(each, device=self.device) for each in (entries, retiring))
         wanted = mask(wanted, self.lanes.max_blocks, self.device)
-        wanted = torch.stack((wanted, ~wanted), dim=1)[:, LOOKAHEAD]
-        retire(leaving, wanted, self.maps, lanes, self.step, self.kv, self.page_table)
+        # Of every other entry, the other row counts.
+        row = torch.arange(len(entries), device=self.device) % 2
+        wanted = torch.where(
+            (row == LOOKAHEAD)[:, None, None, None],
+            *(torch.stack(each, dim=1) for each in ((wanted, ~wanted), (~wanted, wanted))),
+        )
+        retire(leaving, wanted, row, self.maps, lanes, self.step, self.kv, self.page_table)
 
     def check(self):
         assert torch.equal(self.kv, self.expected_kv)
@@ -211,7 +216,7 @@ def test_block_0_is_kept_though_it_is_not_ranked(retire, device, dtype):
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     case = Case(Lanes(0), device, torch.float32)
     lanes, retiring = torch.tensor([1], device=device), torch.tensor([-1], device=device)
-    wanted = torch.zeros(1, 2, 20, dtype=torch.bool, device=device)
+    wanted, row = torch.zeros(1, 2, 2, 20, dtype=torch.bool, device=device), torch.zeros_like(lanes)
     none = torch.full((1, 2, 4), -1, dtype=torch.int32, device=device)
     plan, (slot_block, slot_used, block_slot) = FetchPlan(none, none, none), case.maps
     rest = (case.kv, case.page_table)
@@ -230,9 +235,10 @@ def test_wrong_shapes_and_dtypes_are_our_mistake(device):
         with pytest.raises(AssertionError):
             fetch_blocks(*wrong)
     for wrong in (
-        (retiring.int(), wanted, case.maps, lanes, case.step, *rest),
-        (retiring, wanted[:, :1], case.maps, lanes, case.step, *rest),
-        (retiring, wanted, case.maps, lanes, case.step, case.kv, case.page_table[:, :7].contiguous()),
+        (retiring.int(), wanted, row, case.maps, lanes, case.step, *rest),
+        (retiring, wanted[:, :1], row, case.maps, lanes, case.step, *rest),
+        (retiring, wanted, row.int(), case.maps, lanes, case.step, *rest),
+        (retiring, wanted, row, case.maps, lanes, case.step, case.kv, case.page_table[:, :7].contiguous()),
     ):
         with pytest.raises(AssertionError):
             retire_block(*wrong)

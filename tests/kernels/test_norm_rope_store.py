@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minserve.config import BLOCK_SIZE
+from minserve.kernels.keep_queries import Keep, keep_queries
 from minserve.kernels.norm_rope_store import norm_rope_store, norm_rope_store_reference, norm_rope_store_triton
 from minserve.kernels.rope import gather_rope
 
@@ -98,6 +99,20 @@ def test_q_is_written_where_the_caller_wants_it(run, device, dtype):
     out = torch.full((5, 4, 16), torch.nan, device=device, dtype=dtype)
     assert run(*case.arguments(), out) is out
     assert_near(out, case.expected()[0], dtype)
+
+
+@RUNS
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (16, 2, 128), (10, 10, 8), (2, 1, 48)])
+def test_the_queries_that_are_wanted_are_kept_as_they_are_returned(run, heads, kv_heads, head_dim, rows, device, dtype):
+    case = Case(device, dtype, tokens=4 * rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    lanes, ahead = torch.tensor([[4, -1, 0, 6], [rows - 1, 0, 0, rows // 2]], device=device)
+    kept = torch.full((7, 2, heads, head_dim), torch.nan, device=device, dtype=dtype)
+    expected = kept.clone()
+    q = run(*case.arguments(), None, Keep(ahead, lanes, kept))
+    assert_near(q, case.expected()[0], dtype)
+    keep_queries(q, Keep(ahead, lanes, expected))
+    torch.testing.assert_close(kept, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @RUNS

@@ -10,19 +10,18 @@ from minserve.config import BLOCK_SIZE
 from minserve.kernels.decode_attention import decode_attention_reference, decode_attention_triton, decode_batch
 from minserve.kernels.sparse_rows import (
     RING,
+    LaneTables,
+    Ring,
     advance_ring,
-    advance_ring_reference,
-    advance_ring_triton,
+    begin_rows,
+    begin_rows_reference,
+    begin_rows_triton,
     sparse_attention_reference,
-    sparse_rows,
-    sparse_rows_reference,
-    sparse_rows_triton,
 )
 
 from .working_sets import Lanes, blocks_of_text, pages_for
 
-BOTH_ADVANCE = pytest.mark.parametrize("advance", [advance_ring_reference, advance_ring_triton])
-BOTH_ROWS = pytest.mark.parametrize("sparse_rows", [sparse_rows_reference, sparse_rows_triton])
+BOTH = pytest.mark.parametrize("begin", [begin_rows_reference, begin_rows_triton])
 ATTENTIONS = pytest.mark.parametrize("attend", [decode_attention_reference, decode_attention_triton])
 
 
@@ -30,25 +29,41 @@ def ints(values, device, dtype=torch.int64):
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-@BOTH_ADVANCE
-def test_the_ring_follows_a_step_behind_and_says_what_leaves_it(advance, device):
+def tables_of(sparse, ring_start, num_tokens=None):
+    """Of lanes that do not look ahead."""
+    num_tokens = ring_start if num_tokens is None else num_tokens
+    return LaneTables(num_tokens, ring_start, sparse, torch.zeros_like(sparse), torch.zeros_like(ring_start))
+
+
+def advance(begin, num_tokens, ring_start, sparse, lanes):
+    """The ring that a step is given, without any rows to speak of."""
+    nothing, given = torch.zeros_like(lanes), torch.full((4, len(lanes) + 1), 77, device=lanes.device)
+    table = torch.zeros(len(sparse), 1 + RING, dtype=torch.int32, device=lanes.device)
+    tables = tables_of(sparse, ring_start, num_tokens)
+    begin(nothing, nothing, table, tables, lanes, given[:, :-1], 1, BLOCK_SIZE)
+    assert given[0].tolist() == [lane if lane >= 0 and sparse[lane] else -1 for lane in lanes.tolist()] + [77]
+    return Ring(*given[1:, :-1])
+
+
+@BOTH
+def test_the_ring_follows_a_step_behind_and_says_what_leaves_it(begin, device):
     num_tokens = ints([1, 33, 48, 49, 49, 500], device)
     ring_start = ints([0, 0, 0, 1, 2, 3], device)
     sparse = ints([True] * 5 + [False], device, torch.bool)
-    ring = advance(num_tokens, ring_start, sparse, ints([5, 3, -1, 0, 1, 2, 4], device), BLOCK_SIZE)
+    ring = advance(begin, num_tokens, ring_start, sparse, ints([5, 3, -1, 0, 1, 2, 4], device))
     assert ring.start.tolist() == [0, 1, 0, 0, 0, 0, 2]
     assert ring.next_start.tolist() == [0, 2, 0, 0, 1, 1, 2]
     assert ring.retiring.tolist() == [-1, 1, -1, -1, 0, 0, -1]
     assert ring_start.tolist() == [0, 1, 1, 2, 2, 3]
 
 
-@BOTH_ADVANCE
+@BOTH
 @pytest.mark.parametrize(
     ("num_tokens", "start", "next_start"), [(200, 1, 2), (200, 10, 11), (200, 11, 11), (20, 4, 4), (1, 0, 0), (0, 0, 0)]
 )
-def test_at_most_one_block_leaves_in_a_step_and_none_comes_back(advance, num_tokens, start, next_start, device):
+def test_at_most_one_block_leaves_in_a_step_and_none_comes_back(begin, num_tokens, start, next_start, device):
     ring_start, lanes = ints([start], device), ints([0], device)
-    ring = advance(ints([num_tokens], device), ring_start, lanes == 0, lanes, BLOCK_SIZE)
+    ring = advance(begin, ints([num_tokens], device), ring_start, lanes == 0, lanes)
     assert (ring.next_start.tolist(), ring_start.tolist()) == ([next_start], [next_start])
     assert ring.retiring.tolist() == [start if next_start > start else -1]
 
@@ -86,7 +101,7 @@ class Batch:
         self.q = torch.randn(count * rows, kv_heads * group, head_dim, device=device).to(dtype)
         self.device = device
 
-    def sparse_rows(self, sparse_rows=sparse_rows):
+    def sparse_rows(self, begin=begin_rows):
         places = [self.place(lane, self.first[lane] + row) for lane in self.entries for row in range(self.rows)]
         # What step_inputs says of a sparse row's place is wrong, but for -1.
         wrong = [
@@ -94,10 +109,10 @@ class Batch:
             for n, place in enumerate(places)
         ]
         arguments = (ints(self.lengths, self.device), ints(wrong, self.device), self.page_table)
-        sparse = ints(self.lanes.sparse, self.device, torch.bool)
-        start = ints([self.lanes.start(lane) for lane in self.entries], self.device)
-        lanes = ints(self.entries, self.device)
-        return places, sparse_rows(*arguments, sparse, lanes, start, self.num_slots, BLOCK_SIZE)
+        tables = tables_of(ints(self.lanes.sparse, self.device, torch.bool), ints(self.lanes.ring_start, self.device))
+        lanes, given = ints(self.entries, self.device), torch.empty(4, len(self.entries), dtype=torch.int64)
+        given = given.to(self.device)
+        return places, begin(*arguments, tables, lanes, given, self.num_slots, BLOCK_SIZE)[0]
 
     def is_sparse(self, entry):
         return self.entries[entry] >= 0 and self.lanes.sparse[self.entries[entry]]
@@ -135,11 +150,11 @@ class Batch:
         return out
 
 
-@BOTH_ROWS
+@BOTH
 @pytest.mark.parametrize("seed", range(12))
-def test_every_row_is_told_its_keys_in_an_order_and_where_its_own_goes(sparse_rows, seed, device, dtype):
+def test_every_row_is_told_its_keys_in_an_order_and_where_its_own_goes(begin, seed, device, dtype):
     batch = Batch(seed, device, dtype, rows=1 + seed % 3)
-    places, rows = batch.sparse_rows(sparse_rows)
+    places, rows = batch.sparse_rows(begin)
     assert rows.places.tolist() == places
     assert rows.entries.tolist() == [entry if lane >= 0 else -1 for entry, lane in enumerate(batch.entries)]
     for n, length in enumerate(rows.lengths.tolist()):
@@ -190,13 +205,26 @@ def assert_close(out, expected, dtype):
     assert torch.allclose(out.cpu().double()[real], expected[real], atol=tolerance, rtol=tolerance)
 
 
-@BOTH_ROWS
-def test_a_table_of_more_columns_than_a_program_takes(sparse_rows, device):
-    num_slots, start, columns = 5, 2, 1100
+@BOTH
+@pytest.mark.parametrize(("rows", "expected"), [(1, [0, 0, 0, 0, 0]), (3, [2, 0, 2, 2, 2]), (4, [3, 0, 3, 3, 2])])
+def test_sparse_lanes_look_ahead_behind_what_they_verify_and_others_by_their_last_row(begin, rows, expected, device):
+    sparse, looks_ahead = (ints(each, device, torch.bool) for each in ([1, 1, 0, 1, 1], [1, 0, 0, 1, 1]))
+    tables = LaneTables(*ints([[99] * 5, [3] * 5], device), sparse, looks_ahead, ints([2, 2, 0, 7, 1], device))
+    lanes, nothing = ints([0, 1, 2, 3, 4], device), ints([0] * 5 * rows, device)
+    table = torch.zeros(5, 1 + RING, dtype=torch.int32, device=device)
+    given = torch.empty(4, 5, dtype=torch.int64, device=device)
+    _, ahead = begin(nothing, nothing, table, tables, lanes, given, 1, BLOCK_SIZE)
+    assert ahead.tolist() == expected
+
+
+@BOTH
+def test_a_table_of_more_columns_than_a_program_takes(begin, device):
+    num_slots, start, columns = 5, 2, 4100
     table = pages_for(2, columns, device)
     lanes, sparse = ints([1, 0], device), ints([False, True], device, torch.bool)
-    lengths = ints([start * BLOCK_SIZE + 20, 1090 * BLOCK_SIZE], device)
-    rows = sparse_rows(lengths, ints([0, 7], device), table, sparse, lanes, ints([start, 0], device), 5, BLOCK_SIZE)
+    lengths = ints([start * BLOCK_SIZE + 20, 4090 * BLOCK_SIZE], device)
+    tables, given = tables_of(sparse, ints([0, start], device)), torch.empty(4, 2, dtype=torch.int64, device=device)
+    rows, _ = begin(lengths, ints([0, 7], device), table, tables, lanes, given, 5, BLOCK_SIZE)
     assert torch.equal(rows.page_table[1], table[0])
     ring = [num_slots + block % RING for block in (start, start + 1, start + 2)]
     assert rows.page_table[0, : start + RING].tolist() == table[1, [0, 1, *ring]].tolist()
@@ -204,13 +232,15 @@ def test_a_table_of_more_columns_than_a_program_takes(sparse_rows, device):
     assert rows.places.tolist() == [table[1, num_slots + 3 % RING].item() * BLOCK_SIZE + 3, 7]
 
 
-@BOTH_ROWS
-def test_rows_that_see_nothing_stay_so(sparse_rows, device):
+@BOTH
+def test_rows_that_see_nothing_stay_so(begin, device):
     batch = Batch(1, device, torch.float32, rows=1)
     nobody = torch.full((4,), -1, device=device)
     zeros = torch.zeros_like(nobody)
     sparse = ints(batch.lanes.sparse, device, torch.bool)
-    rows = sparse_rows(zeros, nobody, batch.page_table, sparse, nobody, zeros, 5, BLOCK_SIZE)
+    tables, given = tables_of(sparse, ints([3] * 4, device)), torch.empty(4, 4, dtype=torch.int64, device=device)
+    rows, _ = begin(zeros, nobody, batch.page_table, tables, nobody, given, 5, BLOCK_SIZE)
+    assert tables.ring_start.tolist() == [3] * 4
     assert (rows.lengths.tolist(), rows.places.tolist(), rows.entries.tolist()) == ([0] * 4, [-1] * 4, [-1] * 4)
     slot_block = batch.lanes.maps(device).slot_block
     out = sparse_attention_reference(batch.q, batch.kv, batch.page_table, slot_block, nobody, zeros, zeros)
@@ -220,15 +250,16 @@ def test_rows_that_see_nothing_stay_so(sparse_rows, device):
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     batch = Batch(1, device, torch.float32, rows=1)
     lengths, sparse = ints(batch.lengths, device), ints(batch.lanes.sparse, device, torch.bool)
-    lanes, table = ints(batch.entries, device), batch.page_table
+    lanes, table, tables = ints(batch.entries, device), batch.page_table, tables_of(sparse, lengths)
+    given = torch.empty(4, 4, dtype=torch.int64, device=device)
     for wrong in (
-        (lengths.int(), lengths, table, sparse, lanes, lengths, 5),
-        (lengths, lengths[:2], table, sparse, lanes, lengths, 5),
-        (lengths, lengths, table.long(), sparse, lanes, lengths, 5),
-        (lengths, lengths, table, sparse, lanes, lengths[:1], 5),
-        (lengths, lengths, table, sparse, lanes, lengths, table.shape[1] - 2),
+        (lengths.int(), lengths, table, tables, lanes, given, 5),
+        (lengths, lengths[:2], table, tables, lanes, given, 5),
+        (lengths, lengths, table.long(), tables, lanes, given, 5),
+        (lengths, lengths, table, tables._replace(ring_start=lengths.int()), lanes, given, 5),
+        (lengths, lengths, table, tables._replace(sparse=sparse[:1]), lanes, given, 5),
+        (lengths, lengths, table, tables, lanes, given[:3], 5),
+        (lengths, lengths, table, tables, lanes, given, table.shape[1] - 2),
     ):
         with pytest.raises(AssertionError):
-            sparse_rows(*wrong)
-    with pytest.raises(AssertionError):
-        advance_ring(lengths, lengths.int(), sparse, lanes)
+            begin_rows(*wrong)

@@ -19,7 +19,14 @@ from minserve.kernels.fp8 import FP8
 from minserve.kernels.rank_blocks import rank_blocks
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
-from minserve.kernels.sparse_rows import RING, advance_ring, sparse_attention_reference, sparse_rows
+from minserve.kernels.sparse_rows import (
+    RING,
+    LaneTables,
+    advance_ring,
+    begin_rows,
+    sparse_attention_reference,
+    sparse_rows,
+)
 from minserve.kernels.step_inputs import step_inputs_reference
 from minserve.kernels.store_blocks import store_blocks
 
@@ -115,7 +122,8 @@ class Server:
         )
         pages = (self.kv, self.page_table)
         fetch_blocks(plan, self.maps, self.lanes, self.step, self.host, 0, self.host_table, *pages)
-        retire_block(ring.retiring, wanted[:, LOOKAHEAD], self.maps, self.lanes, self.step, *pages)
+        row = torch.full_like(self.lanes, LOOKAHEAD)
+        retire_block(ring.retiring, wanted, row, self.maps, self.lanes, self.step, *pages)
         self.step += 1
         return queries[:, LOOKAHEAD], plan
 
@@ -289,7 +297,8 @@ def test_no_operation_looks_at_what_tensors_hold():
 
     build_digests(kv, digests, lanes, lanes)
     ring = advance_ring(*counts, sparse, lanes)
-    rows = sparse_rows(ints(6, dtype=torch.int64), ints(6, dtype=torch.int64), table, sparse, lanes, ring.start, slots)
+    tables, given = LaneTables(*counts, sparse, sparse, counts[0]), ints(4, entries, dtype=torch.int64)
+    rows, _ = begin_rows(*(ints(6, dtype=torch.int64) for _ in range(2)), table, tables, lanes, given, slots)
     assert rows.page_table.shape == (entries, columns)
     queries = torch.empty(entries, 2, 6, 8, device="meta")
     logits = score_blocks(queries, digests, host_table, lanes, ring.next_start)
@@ -302,5 +311,5 @@ def test_no_operation_looks_at_what_tensors_hold():
     fetch_blocks(plan, maps, lanes, step, host, 1, host_table, kv, table)
     scales = torch.empty(host.shape[:4], device="meta")
     fetch_blocks(plan, maps, lanes, step, host.to(FP8), 1, host_table, kv, table, scales)
-    retire_block(ring.retiring, wanted[:, 0], maps, lanes, step, kv, table)
+    retire_block(ring.retiring, wanted, lanes, maps, lanes, step, kv, table)
     store_blocks(torch.empty(2, *kv.shape, device="meta"), host, lanes, lanes)

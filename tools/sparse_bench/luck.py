@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from minserve.kernels.accept_drafts import accept_drafts
+from minserve.kernels.accept_drafts import Limits, accept_drafts
 from minserve.kernels.sampling import draw
 from minserve.memory.lanes import Lanes
 from minserve.models.causal_lm import CausalLM
@@ -31,7 +31,7 @@ class LuckySampler(Sampler):
         self.chance = torch.zeros(1, device=lanes.device)
 
     def sample(
-        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, most: torch.Tensor | None = None
+        self, logits: torch.Tensor, lane_ids: torch.Tensor, *, adjusted: bool, limits: Limits | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lanes, num_drafts = self._lanes, len(logits) // len(lane_ids) - 1
         tokens = draw(logits, lane_ids, lanes.sampling, None)
@@ -41,7 +41,7 @@ class LuckySampler(Sampler):
             lucky = (torch.rand(drafts.shape, device=drafts.device) < self.chance) & (drafts >= 0)
             wrong = torch.where(own == drafts, (own + 1) % self._vocab_size, own)
             own.copy_(torch.where(lucky, drafts, wrong))
-        counts = accept_drafts(tokens, lane_ids, lanes.drafts, lanes.last_token, lanes.num_tokens, most)
+        counts = accept_drafts(tokens, lane_ids, lanes.drafts, lanes.last_token, lanes.num_tokens, limits)
         return tokens.view(len(lane_ids), -1), counts
 
 
