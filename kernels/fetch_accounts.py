@@ -2,9 +2,13 @@
 
     allowance = min(allowance + more, most), in each layer, of who takes part; a step that runs again adds nothing, as a
                 lane has what it has for a token. Later less what is fetched, which is misses - cut
-    again     = the mean of lacking over layers and KV heads > retry_above, and the lane does not run again yet
+    again     = the mean of lacking over layers and KV heads > retry_above, and the lane does not run again yet; for
+                UNSETTLED_STEPS behind a step that ran again it is > SOONER * retry_above
     totals    = the counters, summed over layers and heads; misses with what the lane's last step fetched late, which is
                 known when its own result is on its way
+
+After a turn of the text much is lacking in one step, and then for some steps not much more than elsewhere: what came
+before them tells these from the others (tools/NOTES.md, "What the ranking misses").
 
 Counters are those of `FetchPlan`: hits, misses, cut, surprises, asked.
 """
@@ -14,20 +18,26 @@ from typing import NamedTuple
 import torch
 
 from minserve.kernels.lang import tl, triton
+from minserve.kernels.masked_write import write_where
 
 COUNTERS = 5
+
+UNSETTLED_STEPS, SOONER = 16, 0.45
+
+SETTLED = 2**30
+"""Steps since a lane ran again that never did."""
 
 
 class Accounts(NamedTuple):
     """Of lanes. refills: [2 (more, most), num_lanes] int64; cap: [num_lanes] int64; allowance: [layers, num_lanes]
-    int32; retry_above: [num_lanes] float32; retried: [num_lanes + 1] bool; late: [num_lanes + 1] int64, the last of
-    both is nobody's."""
+    int32; retry_above: [num_lanes] float32; since_retry: [num_lanes] int32, steps since the lane had to run again, 0 in
+    the one that does; late: [num_lanes + 1] int64, the last is nobody's."""
 
     refills: torch.Tensor
     cap: torch.Tensor
     allowance: torch.Tensor
     retry_above: torch.Tensor
-    retried: torch.Tensor
+    since_retry: torch.Tensor
     late: torch.Tensor
 
 
@@ -56,19 +66,19 @@ def take_given(given: torch.Tensor, accounts: Accounts, step: torch.Tensor) -> t
 def take_given_reference(
     given: torch.Tensor, accounts: Accounts, step: torch.Tensor, taken: torch.Tensor, clock: torch.Tensor
 ) -> None:
-    lanes, allowance, retried = given[0], accounts.allowance, accounts.retried
+    lanes, allowance, since_retry = given[0], accounts.allowance, accounts.since_retry
     own, at = lanes.clamp_min(0), torch.where(lanes < 0, allowance.shape[1], lanes)
     taken[:4], taken[4], taken[5], taken[6] = given, own, at, accounts.cap[own]
-    takes_part = torch.zeros_like(retried).index_fill_(0, at, True)[:-1]
+    takes_part = torch.zeros_like(accounts.late, dtype=torch.bool).index_fill_(0, at, True)[:-1]
     more, most = accounts.refills
-    refilled = torch.minimum(allowance + torch.where(retried[:-1], 0, more), most)
+    refilled = torch.minimum(allowance + torch.where(since_retry == 0, 0, more), most)
     allowance.copy_(torch.where(takes_part, refilled, allowance))
     clock.copy_(step)
 
 
 @triton.jit(do_not_specialize=["given_stride", "taken_stride", "layers"])
 def _take_given_kernel(
-    given, refills, cap, allowance, retried, step, taken, clock, given_stride, taken_stride, layers, num_lanes,
+    given, refills, cap, allowance, since_retry, step, taken, clock, given_stride, taken_stride, layers, num_lanes,
     width: tl.constexpr,
 ):  # fmt: skip
     """One program for an entry. width: the number of layers, rounded up to a power of two."""
@@ -80,7 +90,7 @@ def _take_given_kernel(
     now = tl.load(step)
     own = tl.maximum(lane, 0)
     own_cap = tl.load(cap + own)
-    more = tl.where(tl.load(retried + own) != 0, 0, tl.load(refills + own))
+    more = tl.where(tl.load(since_retry + own) == 0, 0, tl.load(refills + own))
     most = tl.load(refills + num_lanes + own)
     inside = layer < tl.where(lane < 0, 0, layers)
     at = allowance + layer.to(tl.int64) * num_lanes + own
@@ -98,11 +108,11 @@ def _take_given_kernel(
 def take_given_triton(
     given: torch.Tensor, accounts: Accounts, step: torch.Tensor, taken: torch.Tensor, clock: torch.Tensor
 ) -> None:
-    refills, cap, allowance, _, retried, _ = accounts
+    refills, cap, allowance, _, since_retry, _ = accounts
     layers, num_lanes = allowance.shape
     _take_given_kernel[(given.shape[1],)](
-        given, refills, cap, allowance, retried.view(torch.uint8), step, taken, clock, given.stride(0), taken.stride(0),
-        layers, num_lanes, triton.next_power_of_2(layers), num_warps=1,
+        given, refills, cap, allowance, since_retry, step, taken, clock, given.stride(0), taken.stride(0), layers,
+        num_lanes, triton.next_power_of_2(layers), num_warps=1,
     )  # fmt: skip
 
 
@@ -130,7 +140,11 @@ def count_fetches_reference(
     counters: torch.Tensor, lacking: torch.Tensor, lanes: torch.Tensor, accounts: Accounts, outcome: Outcome
 ) -> None:
     own, real = lanes.clamp_min(0), lanes >= 0
-    outcome.again.copy_((lacking.mean(dim=(0, 2)) > accounts.retry_above[own]) & ~accounts.retried[own] & real)
+    since = accounts.since_retry[own]
+    above = accounts.retry_above[own] * torch.where(since <= UNSETTLED_STEPS, SOONER, 1.0)
+    outcome.again.copy_((lacking.mean(dim=(0, 2)) > above) & (since > 0) & real)
+    later = torch.where(outcome.again, 0, (since + 1).clamp_max(SETTLED))
+    write_where(accounts.since_retry, lanes, later, real)
     by_layer = counters.sum(dim=2)
     fetched = (by_layer[..., 1] - by_layer[..., 2]).to(torch.int32)
     accounts.allowance.index_add_(1, own, fetched, alpha=-1)
@@ -140,8 +154,9 @@ def count_fetches_reference(
 
 @triton.jit(do_not_specialize=["entries", "layers"])
 def _count_fetches_kernel(
-    counters, lacking, lanes, allowance, retry_above, retried, late, again, totals, entries, layers, num_lanes,
-    heads: tl.constexpr, width: tl.constexpr, head_width: tl.constexpr,
+    counters, lacking, lanes, allowance, retry_above, since_retry, late, again, totals, entries, layers, num_lanes,
+    unsettled: tl.constexpr, sooner: tl.constexpr, settled: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
+    head_width: tl.constexpr,
 ):  # fmt: skip
     """One program for an entry. Widths: the numbers of layers and heads, rounded up to powers of two."""
     entry = tl.program_id(0).to(tl.int64)
@@ -157,11 +172,13 @@ def _count_fetches_kernel(
     of_lane = layer < tl.where(lane < 0, 0, layers)
     remaining = tl.load(own_allowance, mask=of_lane, other=0)
     fetched_late = tl.where(lane < 0, 0, tl.load(late + own))
-    may_run_again = (lane >= 0) & (tl.load(retried + own) == 0)
-    most = tl.load(retry_above + own)
+    since = tl.load(since_retry + own)
+    most = tl.load(retry_above + own) * tl.where(since <= unsettled, sooner, 1.0)
 
     share = tl.sum(tl.sum(lacks, 1), 0) / (layers * heads)
-    tl.store(again + entry, (may_run_again & (share > most)).to(tl.uint8))
+    runs_again = (lane >= 0) & (since > 0) & (share > most)
+    tl.store(again + entry, runs_again.to(tl.uint8))
+    tl.store(since_retry + own, tl.where(runs_again, 0, tl.minimum(since + 1, settled)), mask=lane >= 0)
     total = tl.sum(by_layer, 0).to(tl.int64) + tl.where(counter == 1, fetched_late, 0)
     tl.store(totals + entry * 5 + counter, total, mask=counter < 5)
     fetched = tl.sum(by_layer * tl.where(counter == 1, 1, tl.where(counter == 2, -1, 0))[None, :], 1)
@@ -171,10 +188,10 @@ def _count_fetches_kernel(
 def count_fetches_triton(
     counters: torch.Tensor, lacking: torch.Tensor, lanes: torch.Tensor, accounts: Accounts, outcome: Outcome
 ) -> None:
-    _, _, allowance, retry_above, retried, late = accounts
+    _, _, allowance, retry_above, since_retry, late = accounts
     layers, entries, heads, _ = counters.shape
     _count_fetches_kernel[(entries,)](
-        counters, lacking, lanes, allowance, retry_above, retried.view(torch.uint8), late,
-        outcome.again.view(torch.uint8), outcome.totals, entries, layers, allowance.shape[1],
-        heads, triton.next_power_of_2(layers), triton.next_power_of_2(heads), num_warps=8,
+        counters, lacking, lanes, allowance, retry_above, since_retry, late, outcome.again.view(torch.uint8),
+        outcome.totals, entries, layers, allowance.shape[1], UNSETTLED_STEPS, SOONER, SETTLED, heads,
+        triton.next_power_of_2(layers), triton.next_power_of_2(heads), num_warps=8,
     )  # fmt: skip

@@ -64,7 +64,7 @@ class Background:
         self.recalled = torch.zeros(max_entries, 3, dtype=torch.int64, device=device)
         kv_heads, max_blocks = sets.maps.block_slot.shape[2:]
         self._no_scores = torch.zeros(kv_heads * max_blocks, device=device)
-        self._accounts = Accounts(sets.refills, sets.cap, sets.allowance, sets.retry_above, sets.retried, sets.late)
+        self._accounts = Accounts(sets.refills, sets.cap, sets.allowance, sets.retry_above, sets.since_retry, sets.late)
         unlimited = torch.iinfo(torch.int32).max
         self._unlimited = torch.full((num_layers * sets.num_lanes,), unlimited, dtype=torch.int32, device=device)
 
@@ -98,7 +98,6 @@ class Background:
         by_layer = counters.sum(dim=(1, 2))[:, :4]
         order.streams.join()
         sets.late[entries.at] = late.sum(dim=0)
-        sets.retried[entries.at] = again
         if not self._recalls:  # else nobody runs again, and the foreground counts
             sets.by_layer += by_layer
             sets.by_layer[:, 1] += late.sum(dim=1)

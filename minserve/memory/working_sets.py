@@ -17,6 +17,7 @@ from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Demotion, StepPlan
 from minserve.kernels.build_digests import build_digests, digest_dtype, digest_shape
 from minserve.kernels.demote_lane import demote_lane, rank_for_demotion
+from minserve.kernels.fetch_accounts import SETTLED
 from minserve.kernels.score_blocks import LOOKAHEAD
 from minserve.kernels.select_blocks import SlotMaps
 from minserve.kernels.sparse_rows import RING
@@ -70,9 +71,9 @@ class WorkingSets:
     allowance: [layers, lanes] int32                     blocks that a lane may still fetch in a layer
     refills: [2 (more, most), lanes] int64               what a step adds to that, and how much there may be then
     looks_ahead: [lanes] bool; num_verified, cap: [lanes] int64; retry_above: [lanes] float32, inf: never
-    retried: [lanes + 1] bool                            the lane's step has to run again, or has just done so
-    late: [lanes + 1] int64                              blocks that were fetched for that, which its next step counts
-    The last row of retried and of late is nobody's: what padding writes goes there.
+    since_retry: [lanes] int32                           steps since the lane had to run again, 0 in the one that does
+    late: [lanes + 1] int64                              blocks that were fetched for that, which its next step counts;
+                                                         the last is nobody's: what padding writes goes there
     by_layer: [layers, 4 (hits, misses, cut, surprises)] int64, of all lanes and heads so far
     step: [1] int32                                      steps so far: the clock of slot_used
     """
@@ -102,8 +103,8 @@ class WorkingSets:
         self.digests = zeros(digests, digest_dtype(device, dtype), device.type)
         self.queries = table(dtype, num_layers, num_lanes, 2, num_heads, head_dim)
         self.allowance, self.refills = table(torch.int32, num_layers, num_lanes), table(torch.int64, 2, num_lanes)
-        self.looks_ahead, self.retried = table(torch.bool, num_lanes), table(torch.bool, num_lanes + 1)
-        self.late = table(torch.int64, num_lanes + 1)
+        self.looks_ahead, self.late = table(torch.bool, num_lanes), table(torch.int64, num_lanes + 1)
+        self.since_retry = table(torch.int32, num_lanes, fill=SETTLED)
         self.num_verified, self.cap = table(torch.int64, num_lanes), table(torch.int64, num_lanes)
         self.retry_above = table(torch.float32, num_lanes, fill=torch.inf)
         self.by_layer = table(torch.int64, num_layers, 4)
@@ -183,7 +184,7 @@ class WorkingSets:
             self._set_hosts(torch.full_like(places, lane), torch.arange(start, device=device), places)
         table = to_device([*demotion.slot_pages, *demotion.ring_pages], torch.int32, device)
         self.page_table[lane, :columns] = table
-        self.sparse[lane], self.retried[lane], self.ring_start[lane] = True, False, start
+        self.sparse[lane], self.since_retry[lane], self.ring_start[lane] = True, SETTLED, start
         self.looks_ahead[lane], self.num_verified[lane] = policy.looks_ahead, policy.num_verified
         self.cap[lane] = policy.cap
         self.retry_above[lane] = torch.inf if policy.retry_above is None else policy.retry_above

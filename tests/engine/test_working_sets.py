@@ -245,7 +245,7 @@ def test_a_row_that_runs_again_has_all_that_it_wanted_in_the_first_layer(tmp_pat
     own.demote(policy(looks_ahead=True, retry_above=0.0))
     num_again = 0
     for _ in range(120):
-        ran_again = own.sets.retried[0].item()
+        ran_again = own.sets.since_retry[0].item() == 0
         before, start = int(own.sets.by_layer[0, 3]), int(own.sets.ring_start[0])
         own.decode()
         if ran_again:

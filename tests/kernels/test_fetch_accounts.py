@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from minserve.kernels.fetch_accounts import (
+    SETTLED,
+    SOONER,
+    UNSETTLED_STEPS,
     Accounts,
     Outcome,
     count_fetches,
@@ -29,7 +32,7 @@ def accounts(layers, device):
         cap=ints(9, NUM_LANES),
         allowance=ints(9, layers, NUM_LANES).int(),
         retry_above=ints(9, NUM_LANES) / 8,
-        retried=ints(3, NUM_LANES + 1) == 0,
+        since_retry=torch.tensor([0, 3, 16, 17, SETTLED], dtype=torch.int32, device=device)[ints(5, NUM_LANES)],
         late=ints(99, NUM_LANES + 1),
     )
 
@@ -69,7 +72,7 @@ def test_lanes_get_their_refills_up_to_the_most_and_none_for_a_step_that_runs_ag
     take(given[:, : len(lanes)], own, step, taken[:, :-1], clock)
     for lane in lanes:
         if lane >= 0:
-            more = 0 if before.retried[lane] else before.refills[0, lane]
+            more = 0 if before.since_retry[lane] == 0 else before.refills[0, lane]
             refilled = (before.allowance[:, lane] + more).minimum(before.refills[1, lane])
             before.allowance[:, lane] = refilled
     assert_equal(own, before)
@@ -104,7 +107,10 @@ def test_a_step_runs_again_where_more_is_lacking_and_what_it_fetches_is_counted(
             expected[1] += before.late[lane]
             fetched = (counters[:, entry, :, 1] - counters[:, entry, :, 2]).sum(dim=1)
             before.allowance[:, lane] -= fetched
-            runs = bool(lacking[:, entry].mean() > before.retry_above[lane]) and not before.retried[lane]
+            since = int(before.since_retry[lane])
+            above = before.retry_above[lane] * (SOONER if since <= UNSETTLED_STEPS else 1)
+            runs = bool(lacking[:, entry].mean() > above) and since > 0
+            before.since_retry[lane] = 0 if runs else min(since + 1, SETTLED)
         assert (totals[entry].tolist(), bool(again[entry])) == (expected.tolist(), runs)
     assert_equal(own, before)
 
@@ -112,7 +118,7 @@ def test_a_step_runs_again_where_more_is_lacking_and_what_it_fetches_is_counted(
 @COUNT
 def test_the_mean_is_over_all_layers_and_heads_of_a_large_model(count, device):
     own, lanes = accounts(36, device), torch.tensor([3, 5], device=device)
-    own.retry_above.fill_(0.5), own.retried.fill_(False)
+    own.retry_above.fill_(0.5), own.since_retry.fill_(SETTLED)
     lacking = torch.full((36, 2, 8), 0.5, device=device)
     lacking[35, 1, 7] = 0.75
     counters, (again, totals) = counters_of(36, 8, [3, 5], device), (outcome := outcome_of(2, device))
@@ -120,6 +126,22 @@ def test_the_mean_is_over_all_layers_and_heads_of_a_large_model(count, device):
     count(counters, lacking, lanes, own, outcome)
     assert again.tolist() == [False, True]
     assert torch.equal(totals, counters.sum(dim=(0, 2)))
+
+
+@COUNT
+def test_a_lane_that_ran_again_does_so_sooner_for_some_steps_and_never_twice_running(count, device):
+    own, lanes = accounts(2, device), torch.tensor([1, 4], device=device)
+    own.retry_above.fill_(0.5), own.since_retry.fill_(SETTLED)
+    seen = []
+    # 0.3 is above 0.45 * 0.5 alone. The second lane never lacks as much as would unsettle it.
+    for lacks in (0.3, 0.6, 0.6, 0.3, 0.2, *[0.0] * 14, 0.3, 0.3, *[0.0] * 15, 0.3, 0.3, *[0.0] * 16, 0.3):
+        lacking = torch.tensor([lacks, min(lacks, 0.3)], device=device).repeat(2, 3, 1).transpose(1, 2).contiguous()
+        counters, outcome = torch.zeros(2, 2, 3, 5, dtype=torch.int32, device=device), outcome_of(2, device)
+        count(counters, lacking, lanes, own, outcome)
+        seen.append(outcome.again.tolist())
+    assert [step for step, (first, _) in enumerate(seen) if first] == [1, 3, 19, 36]
+    assert not any(second for _, second in seen)
+    assert own.since_retry[[1, 4]].tolist() == [18, SETTLED]
 
 
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):

@@ -17,6 +17,7 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import LaneSetup, SparsePolicy, StepPlan
 from minserve.kernels.build_digests import digest_dtype, digest_shape
+from minserve.kernels.fetch_accounts import SETTLED
 from minserve.kernels.fetch_blocks import HERE, fetch_blocks
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.lookahead.background import Background
@@ -240,7 +241,8 @@ class Rig:
         sets.num_verified.fill_(policy.num_verified)
         sets.cap.fill_(policy.cap)
         sets.retry_above.fill_(torch.inf if policy.retry_above is None else policy.retry_above)
-        for table in (sets.allowance, sets.refills, sets.late, sets.retried, sets.by_layer):
+        sets.since_retry.fill_(SETTLED)
+        for table in (sets.allowance, sets.refills, sets.late, sets.by_layer):
             table.zero_()
         sets.step.fill_(1)
 
