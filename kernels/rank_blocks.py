@@ -19,13 +19,14 @@ from typing import NamedTuple
 import torch
 
 from minserve.kernels.keep_best import keep_best, keep_best_reference, order_of_floats, row_shape
-from minserve.kernels.lang import tl, triton
-from minserve.kernels.score_blocks import NORMAL
+from minserve.kernels.lang import BITS, fast_log2, tl, triton
+from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 
 HELD_AHEAD = 0.5
 """Nats."""
 
 NUMBERS_PER_WARP = 512
+OPT = {}
 
 
 class Ranking(NamedTuple):
@@ -75,66 +76,56 @@ def rank_blocks_reference(
     return Ranking(scores, wanted, shares.sum(dim=-1).mean(dim=-1))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["num_blocks", "max_blocks", "count"])
 def _rank_blocks_kernel(
     logits, block_slot, lanes, ring_start, scores, wanted, lacking, num_blocks, max_blocks, count,
-    ahead: tl.constexpr, normal: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr, members: tl.constexpr,
-    width: tl.constexpr,
+    ahead: tl.constexpr, normal: tl.constexpr, bits: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
+    members: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """One program for one row of one KV head of an entry, all blocks at once, and one query head after the other.
-    members, width: group and num_blocks, rounded up to powers of two."""
+    """One program for one row of one KV head of an entry, all of whose logits are in registers, those of a block in one
+    thread. members, width: group and num_blocks, rounded up to powers of two."""
     number = tl.program_id(0).to(tl.int64)
     head = number % kv_heads
     entry = number // (2 * kv_heads)
+    is_normal = number // kv_heads % 2 == normal
     lane = tl.maximum(tl.load(lanes + entry), 0)
     block = tl.arange(0, width)
     inside = block < num_blocks
-    logits += number * group * num_blocks + block
-    worst: tl.constexpr = -1e30  # in place of -inf, where differences have to be numbers
+    member = tl.arange(0, members)[None, :]
+    least: tl.constexpr = -1e30  # in place of -inf, of which there is no difference
 
-    # Over the heads, sum_h exp(...) = exp(top) * total.
-    top = tl.full([width], 2 * worst, tl.float32)
-    total = tl.zeros([width], tl.float32)
-    member = tl.arange(0, members)
-    norms = tl.zeros([members], tl.float32)
-    for h in range(group):
-        logit = tl.maximum(tl.load(logits + h * num_blocks, mask=inside, other=worst), worst)
-        most = tl.max(logit, 0)
-        norm = most + tl.log(tl.sum(tl.exp(logit - most), 0))
-        norms = tl.where(member == h, norm, norms)
-        part = logit - 0.5 * norm
-        less = tl.exp(-tl.abs(part - top))
-        total = tl.where(part > top, total * less + 1.0, total + less)
-        top = tl.maximum(top, part)
-
-    slots = block_slot + (lane * kv_heads + head) * max_blocks
-    held = tl.load(slots + block, mask=inside, other=-1) >= 0
-    ranked = top > 0.25 * worst  # elsewhere it is about `worst`, or half of that where nothing is ranked
-    score = tl.where(ranked, top + tl.log(total) + tl.where(held, ahead, 0.0), -float("inf"))
+    is_known = inside[:, None] & (member < group)
+    source = logits + number * num_blocks * group + block[:, None] * group + member
+    logit = tl.load(source, mask=is_known, other=-float("inf")).to(tl.float32) * bits
+    slot = tl.load(block_slot + (lane * kv_heads + head) * max_blocks + block, mask=inside, other=-1)
+    most = tl.maximum(tl.max(logit, 0), least)
+    norm = most + fast_log2(tl.maximum(tl.sum(tl.exp2(logit - most[None, :]), 0), 1.0))
+    part = logit - 0.5 * norm[None, :]
+    top = tl.max(part, 1)
+    ranked = top > least
+    total = tl.sum(tl.exp2(part - tl.maximum(top, least)[:, None]), 1)
+    score = (top + fast_log2(tl.maximum(total, 1.0))) / bits + tl.where(slot >= 0, ahead, 0.0)
     best = keep_best(order_of_floats(score), ranked, count)
-    tl.store(scores + number * num_blocks + block, score, mask=inside)
     tl.store(wanted + number * num_blocks + block, best.to(tl.uint8), mask=inside)
-    if number // kv_heads % 2 == normal:
-        slot = tl.load(slots + block, mask=inside, other=-1)  # once more, as registers are scarce
+    if is_normal:
         missing = best & (slot < 0) & (block < tl.load(ring_start + entry))
-        share = tl.zeros([width], tl.float32)
-        for h in range(group):
-            norm = tl.sum(tl.where(member == h, norms, 0.0), 0)
-            share += tl.exp(tl.load(logits + h * num_blocks, mask=missing, other=-float("inf")) - norm)
+        share = tl.where(missing, tl.sum(tl.exp2(logit - norm[None, :]), 1), 0.0)
         tl.store(lacking + entry * kv_heads + head, tl.sum(share, 0) / group)
+    else:
+        tl.store(scores + (entry * kv_heads + head) * num_blocks + block, score, mask=inside)
 
 
 def rank_blocks_triton(
     logits: torch.Tensor, block_slot: torch.Tensor, lanes: torch.Tensor, ring_start: torch.Tensor, count: int
 ) -> Ranking:
-    entries, rows, heads, num_blocks = logits.shape
-    _, kv_heads, max_blocks = block_slot.shape
-    group = heads // kv_heads
-    scores = logits.new_empty(entries, rows, kv_heads, num_blocks)
-    wanted, lacking = torch.empty_like(scores, dtype=torch.bool), logits.new_empty(entries, kv_heads)
+    entries, rows, kv_heads, num_blocks, group = logits.shape
+    max_blocks = block_slot.shape[2]
+    wanted = logits.new_empty(entries, rows, kv_heads, num_blocks, dtype=torch.bool)
+    scores = torch.empty_like(wanted[:, LOOKAHEAD], dtype=torch.float32, memory_format=torch.contiguous_format)
+    lacking = logits.new_empty(entries, kv_heads, dtype=torch.float32)
     _rank_blocks_kernel[(entries * rows * kv_heads,)](
         logits, block_slot, lanes, ring_start, scores, wanted.view(torch.uint8), lacking, num_blocks, max_blocks, count,
-        HELD_AHEAD, NORMAL, kv_heads, group, triton.next_power_of_2(group),
-        **row_shape(num_blocks, NUMBERS_PER_WARP),
+        HELD_AHEAD, NORMAL, BITS, kv_heads, group, triton.next_power_of_2(group),
+        **row_shape(num_blocks, NUMBERS_PER_WARP), **OPT,
     )  # fmt: skip
     return Ranking(scores, wanted, lacking)
