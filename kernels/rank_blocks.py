@@ -26,12 +26,11 @@ HELD_AHEAD = 0.5
 """Nats."""
 
 NUMBERS_PER_WARP = 512
-OPT = {}
 
 
 class Ranking(NamedTuple):
-    """scores: [entries, 2 (lookahead, normal), kv_heads, blocks] float32, -inf where not ranked
-    wanted: of the same shape, bool, exactly `count` of a row, or all ranked if they are fewer
+    """scores: [entries, kv_heads, blocks] float32, of the lookahead row, -inf where not ranked
+    wanted: [entries, 2 (lookahead, normal), kv_heads, blocks] bool, `count` of a row, or all ranked if they are fewer
     lacking: [entries, kv_heads] float32, of the normal row; 0 for padding
     """
 
@@ -43,15 +42,16 @@ class Ranking(NamedTuple):
 def rank_blocks(
     logits: torch.Tensor, block_slot: torch.Tensor, lanes: torch.Tensor, ring_start: torch.Tensor, count: int
 ) -> Ranking:
-    """logits: [entries, 2, heads, blocks] float32, from `score_blocks`
+    """logits: [entries, 2, kv_heads, blocks, group] float16 or float32, from `score_blocks`
     block_slot: [num_lanes, kv_heads, max_blocks] int32, as in `SlotMaps`; blocks <= max_blocks
     lanes: [entries] int64, -1: padding, of whose logits all are -inf
     ring_start: [entries] int64, the first block in the ring of this step's rows
     count: of a working set it is K - 1, as one of its slots is block 0's
     """
-    entries, rows, heads, num_blocks = logits.shape
-    _, kv_heads, max_blocks = block_slot.shape
-    assert (rows, heads % kv_heads, logits.dtype) == (2, 0, torch.float32), (logits.shape, logits.dtype, kv_heads)
+    entries, rows, kv_heads, num_blocks, _ = logits.shape
+    max_blocks = block_slot.shape[2]
+    assert (rows, kv_heads) == (2, block_slot.shape[1]), (logits.shape, block_slot.shape)
+    assert logits.dtype in (torch.float16, torch.float32), logits.dtype
     assert (num_blocks <= max_blocks, block_slot.dtype) == (True, torch.int32), (num_blocks, block_slot)
     for numbers in (lanes, ring_start):
         assert (numbers.shape, numbers.dtype) == ((entries,), torch.int64), (numbers.shape, numbers.dtype, entries)
@@ -64,16 +64,15 @@ def rank_blocks(
 def rank_blocks_reference(
     logits: torch.Tensor, block_slot: torch.Tensor, lanes: torch.Tensor, ring_start: torch.Tensor, count: int
 ) -> Ranking:
-    entries, rows, _, num_blocks = logits.shape
-    logits = logits.view(entries, rows, block_slot.shape[1], -1, num_blocks)
-    norms = logits.logsumexp(dim=-1, keepdim=True).nan_to_num_(neginf=0.0)
+    num_blocks, logits = logits.shape[3], logits.to(torch.float32)
+    norms = logits.logsumexp(dim=3, keepdim=True).nan_to_num_(neginf=0.0)
     held = block_slot[lanes.clamp_min(0), :, :num_blocks] >= 0
-    scores = (logits - 0.5 * norms).logsumexp(dim=3) + HELD_AHEAD * held[:, None]
+    scores = (logits - 0.5 * norms).logsumexp(dim=4) + HELD_AHEAD * held[:, None]
     wanted = keep_best_reference(scores, count)
     behind_ring = torch.arange(num_blocks, device=lanes.device) < ring_start[:, None]
     missing = wanted[:, NORMAL] & ~held & behind_ring[:, None]
-    shares = (logits[:, NORMAL] - norms[:, NORMAL]).exp_().mul_(missing[:, :, None])
-    return Ranking(scores, wanted, shares.sum(dim=-1).mean(dim=-1))
+    shares = (logits[:, NORMAL] - norms[:, NORMAL]).exp_().mul_(missing[..., None])
+    return Ranking(scores[:, LOOKAHEAD].contiguous(), wanted, shares.sum(dim=2).mean(dim=2))
 
 
 @triton.jit(do_not_specialize=["num_blocks", "max_blocks", "count"])
@@ -97,19 +96,21 @@ def _rank_blocks_kernel(
     is_known = inside[:, None] & (member < group)
     source = logits + number * num_blocks * group + block[:, None] * group + member
     logit = tl.load(source, mask=is_known, other=-float("inf")).to(tl.float32) * bits
-    slot = tl.load(block_slot + (lane * kv_heads + head) * max_blocks + block, mask=inside, other=-1)
     most = tl.maximum(tl.max(logit, 0), least)
     norm = most + fast_log2(tl.maximum(tl.sum(tl.exp2(logit - most[None, :]), 0), 1.0))
     part = logit - 0.5 * norm[None, :]
     top = tl.max(part, 1)
     ranked = top > least
     total = tl.sum(tl.exp2(part - tl.maximum(top, least)[:, None]), 1)
-    score = (top + fast_log2(tl.maximum(total, 1.0))) / bits + tl.where(slot >= 0, ahead, 0.0)
+    slot = tl.load(block_slot + (lane * kv_heads + head) * max_blocks + block, mask=inside, other=-1)
+    score = (top + fast_log2(tl.maximum(total, 1.0))) * (1 / bits) + tl.where(slot >= 0, ahead, 0.0)
     best = keep_best(order_of_floats(score), ranked, count)
     tl.store(wanted + number * num_blocks + block, best.to(tl.uint8), mask=inside)
     if is_normal:
         missing = best & (slot < 0) & (block < tl.load(ring_start + entry))
-        share = tl.where(missing, tl.sum(tl.exp2(logit - norm[None, :]), 1), 0.0)
+        # Loaded again: in registers, logits would keep other programs from beginning.
+        logit = tl.load(source, mask=missing[:, None] & (member < group), other=-float("inf")).to(tl.float32) * bits
+        share = tl.sum(tl.exp2(logit - norm[None, :]), 1)
         tl.store(lacking + entry * kv_heads + head, tl.sum(share, 0) / group)
     else:
         tl.store(scores + (entry * kv_heads + head) * num_blocks + block, score, mask=inside)
@@ -126,6 +127,6 @@ def rank_blocks_triton(
     _rank_blocks_kernel[(entries * rows * kv_heads,)](
         logits, block_slot, lanes, ring_start, scores, wanted.view(torch.uint8), lacking, num_blocks, max_blocks, count,
         HELD_AHEAD, NORMAL, BITS, kv_heads, group, triton.next_power_of_2(group),
-        **row_shape(num_blocks, NUMBERS_PER_WARP), **OPT,
+        **row_shape(num_blocks, NUMBERS_PER_WARP),
     )  # fmt: skip
     return Ranking(scores, wanted, lacking)

@@ -53,7 +53,7 @@ def logit_dtype(dtype: torch.dtype) -> torch.dtype:
 def score_blocks(
     queries: torch.Tensor, digests: torch.Tensor, digest_table: torch.Tensor, lanes: torch.Tensor, end: torch.Tensor
 ) -> torch.Tensor:
-    """Returns logits, [entries, 2 (lookahead, normal), heads, blocks] float32.
+    """Returns logits, [entries, 2 (lookahead, normal), kv_heads, blocks, heads / kv_heads], of the dtype above.
 
     queries: [entries, 2, heads, head_dim], after RoPE
     digests: [places, kv_heads, 2 (parts), 2 (min, max), head_dim / 2], one layer's, of numbers of E4M3
@@ -192,7 +192,7 @@ def _score_blocks_kernel(
         logit = tl.minimum(tl.maximum(logit, -most), most)  # of a number and none, the number
         logit = tl.reshape(logit, [parts, tile, columns])
         best = tl.max(logit, 0)
-        logit = best + fast_log2(tl.sum(tl.exp2((logit - best[None]) * bits), 0)) / bits
+        logit = best + fast_log2(tl.sum(tl.exp2((logit - best[None]) * bits), 0)) * (1 / bits)
         logit = tl.where(ranked[:, None], logit, -float("inf"))
         tl.store(out + block[:, None] * group, logit, mask=(block < stop)[:, None] & is_head)
 

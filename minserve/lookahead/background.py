@@ -144,7 +144,7 @@ class Background:
             plan = group.select(
                 stack.lanes,
                 ranked.wanted[:, LOOKAHEAD],
-                ranked.scores[:, LOOKAHEAD],
+                ranked.scores,
                 ranked.wanted[:, NORMAL],
                 start,
                 sets.allowance[group.part].flatten(),
