@@ -26,15 +26,16 @@ def _undecorated(function: Any = None, **options: Any) -> Any:
 triton, tl = _triton()
 
 
-@triton.jit
-def _log2(x) -> Any:
-    return tl.log2(x)
+if hasattr(triton, "knobs") and not triton.knobs.runtime.interpret:
+    fast_log2: Any = import_module("triton.language.extra.libdevice").fast_log2f
+else:
 
+    @triton.jit
+    def fast_log2(x) -> Any:
+        """log2(x), off by 2^-22 or 2 of the last bits: one instruction on a GPU, as is `tl.exp2`, where `tl.log2` takes
+        29, and `tl.exp` 5. Triton's interpreter has no such thing."""
+        return tl.log2(x)
 
-is_compiled = hasattr(triton, "knobs") and not triton.knobs.runtime.interpret
-fast_log2 = import_module("triton.language.extra.libdevice").fast_log2f if is_compiled else _log2
-"""One instruction, as is `tl.exp2`, where `tl.log2` takes 29, and `tl.exp` 5. Off by 2^-22, or 2 of the last bits.
-Triton's interpreter has no such thing."""
 
 BITS = 1 / math.log(2)
 """Of a nat."""

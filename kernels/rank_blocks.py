@@ -56,7 +56,8 @@ def rank_blocks(
     for numbers in (lanes, ring_start):
         assert (numbers.shape, numbers.dtype) == ((entries,), torch.int64), (numbers.shape, numbers.dtype, entries)
     assert count >= 0, count
-    assert all(tensor.is_contiguous() for tensor in (logits, block_slot, lanes, ring_start))
+    assert all(tensor.is_contiguous() for tensor in (block_slot, lanes, ring_start))
+    assert logits.is_contiguous() or not logits.is_cuda, logits.stride()
     run = rank_blocks_triton if logits.is_cuda else rank_blocks_reference
     return run(logits, block_slot, lanes, ring_start, count)
 

@@ -99,7 +99,7 @@ def score_blocks_reference(
     logits = logits.view(*logits.shape[:3], num_blocks, parts).logsumexp(dim=4)
     logits.masked_fill_(~ranked[:, None, None, :], -torch.inf)
     logits = logits.view(entries, kv_heads, rows, -1, num_blocks).permute(0, 2, 1, 4, 3)
-    return logits.to(logit_dtype(queries.dtype), memory_format=torch.contiguous_format)
+    return logits.to(logit_dtype(queries.dtype))  # a view: on a CPU a head's logits stay side by side
 
 
 @triton.jit
@@ -130,8 +130,8 @@ def _split(weights, is_low, dtype: tl.constexpr, largest: tl.constexpr) -> Any:
 def _score_blocks_kernel(
     queries, digests, digest_table, lanes, end, logits, num_blocks, table_stride,
     scale: tl.constexpr, most: tl.constexpr, upper: tl.constexpr, largest: tl.constexpr, bits: tl.constexpr,
-    kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, parts: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
-    tile: tl.constexpr,
+    kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, parts: tl.constexpr, columns: tl.constexpr,
+    width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """One program for both rows of one KV head of an entry, and its share of the blocks, a tile at a time. Heads come
     first, since their digests lie side by side. columns, width: 2 * group and head_dim, padded. All blocks' first parts

@@ -172,7 +172,8 @@ def _store_numbers(out, numbers, chosen, count, cap, cap_width: tl.constexpr):
 @triton.jit(do_not_specialize=["wanted_stride", "scores_stride", "normal_stride", "num_blocks", "max_blocks", "cap"])
 def _find_candidates_kernel(
     wanted, scores, normal_wanted, slot_block, slot_used, block_slot, lanes, sparse, ring_start, step, caps, candidates,
-    candidate_scores, num_candidates, counters, wanted_stride, scores_stride, normal_stride, num_blocks, max_blocks, num_slots, cap,
+    candidate_scores, num_candidates, counters, wanted_stride, scores_stride, normal_stride, num_blocks, max_blocks,
+    num_slots, cap,
     kv_heads: tl.constexpr, slot_width: tl.constexpr, cap_width: tl.constexpr, has_caps: tl.constexpr,
     width: tl.constexpr,
 ):  # fmt: skip
