@@ -42,7 +42,7 @@ class Ranking(NamedTuple):
 def rank_blocks(
     logits: torch.Tensor, block_slot: torch.Tensor, lanes: torch.Tensor, ring_start: torch.Tensor, count: int
 ) -> Ranking:
-    """logits: [entries, 2, kv_heads, blocks, group] float16 or float32, from `score_blocks`
+    """logits: [entries, 2, kv_heads, blocks, group] float16 or float32, as `score_blocks` returns them
     block_slot: [num_lanes, kv_heads, max_blocks] int32, as in `SlotMaps`; blocks <= max_blocks
     lanes: [entries] int64, -1: padding, of whose logits all are -inf
     ring_start: [entries] int64, the first block in the ring of this step's rows
@@ -57,7 +57,6 @@ def rank_blocks(
         assert (numbers.shape, numbers.dtype) == ((entries,), torch.int64), (numbers.shape, numbers.dtype, entries)
     assert count >= 0, count
     assert all(tensor.is_contiguous() for tensor in (block_slot, lanes, ring_start))
-    assert logits.is_contiguous() or not logits.is_cuda, logits.stride()
     run = rank_blocks_triton if logits.is_cuda else rank_blocks_reference
     return run(logits, block_slot, lanes, ring_start, count)
 
@@ -95,7 +94,7 @@ def _rank_blocks_kernel(
     least: tl.constexpr = -1e30  # in place of -inf, of which there is no difference
 
     is_known = inside[:, None] & (member < group)
-    source = logits + number * num_blocks * group + block[:, None] * group + member
+    source = logits + number * num_blocks * members + block[:, None] * members + member
     logit = tl.load(source, mask=is_known, other=-float("inf")).to(tl.float32) * bits
     most = tl.maximum(tl.max(logit, 0), least)
     norm = most + fast_log2(tl.maximum(tl.sum(tl.exp2(logit - most[None, :]), 0), 1.0))
@@ -121,13 +120,15 @@ def rank_blocks_triton(
     logits: torch.Tensor, block_slot: torch.Tensor, lanes: torch.Tensor, ring_start: torch.Tensor, count: int
 ) -> Ranking:
     entries, rows, kv_heads, num_blocks, group = logits.shape
-    max_blocks = block_slot.shape[2]
+    max_blocks, members = block_slot.shape[2], triton.next_power_of_2(group)
+    strides = (rows * kv_heads * num_blocks, kv_heads * num_blocks, num_blocks, 1)
+    assert logits.stride() == (*(members * stride for stride in strides), 1), (logits.shape, logits.stride())
     wanted = logits.new_empty(entries, rows, kv_heads, num_blocks, dtype=torch.bool)
     scores = torch.empty_like(wanted[:, LOOKAHEAD], dtype=torch.float32, memory_format=torch.contiguous_format)
     lacking = logits.new_empty(entries, kv_heads, dtype=torch.float32)
     _rank_blocks_kernel[(entries * rows * kv_heads,)](
         logits, block_slot, lanes, ring_start, scores, wanted.view(torch.uint8), lacking, num_blocks, max_blocks, count,
-        HELD_AHEAD, NORMAL, BITS, kv_heads, group, triton.next_power_of_2(group),
+        HELD_AHEAD, NORMAL, BITS, kv_heads, group, members,
         **row_shape(num_blocks, NUMBERS_PER_WARP),
     )  # fmt: skip
     return Ranking(scores, wanted, lacking)

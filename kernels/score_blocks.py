@@ -11,8 +11,10 @@ twice as long as there are slow coordinates, with u = UPPER:
 
     [u min(q, 0) + (1 - u) max(q, 0), u max(q, 0) + (1 - u) min(q, 0)] . [min, max]
 
-On a GPU weights of 16 bits are float16, by which bfloat16 is rounded by 2^-11 at most: what E4M3 holds becomes float16
-in one instruction, and bfloat16 in several.
+On a GPU, where queries have 16 bits, tensor cores multiply E4M3 as it is, by weights in two parts of E4M3. A head's
+weights are scaled so that the greatest is E4M3's greatest, w = scale (high + low), high being the nearest to w / scale
+and low the nearest to what is left. So a weight is off by 2^-8 of itself at most, or by 2^-19 of the greatest; as
+bfloat16 it would be by 2^-9. Wider digests are multiplied as float16, and of float32 queries all is float32.
 
 Two rows of each lane are looked at together, so that digests are read once: the lookahead row, which says what the next
 step wants, and the normal row, which says what this one would have wanted. rank_blocks.py says it of a whole group.
@@ -48,6 +50,14 @@ PROGRAMS = 256
 def logit_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of the logits of queries of this dtype. Half of float16's spacing is a tenth of what E4M3 moves a logit by."""
     return torch.float16 if dtype.itemsize == 2 else torch.float32
+
+
+def empty_logits(queries: torch.Tensor, kv_heads: int, num_blocks: int) -> torch.Tensor:
+    """What `score_blocks` fills. On a GPU a block has room for a power of two of heads, so that a thread reads all."""
+    entries, rows, heads, _ = queries.shape
+    group = heads // kv_heads
+    shape = (entries, rows, kv_heads, num_blocks, triton.next_power_of_2(group))
+    return queries.new_empty(shape, dtype=logit_dtype(queries.dtype))[..., :group]
 
 
 def score_blocks(
@@ -130,12 +140,12 @@ def _split(weights, is_low, dtype: tl.constexpr, largest: tl.constexpr) -> Any:
 def _score_blocks_kernel(
     queries, digests, digest_table, lanes, end, logits, num_blocks, table_stride,
     scale: tl.constexpr, most: tl.constexpr, upper: tl.constexpr, largest: tl.constexpr, bits: tl.constexpr,
-    kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, parts: tl.constexpr, columns: tl.constexpr,
-    width: tl.constexpr, tile: tl.constexpr,
+    kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, parts: tl.constexpr, members: tl.constexpr,
+    columns: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """One program for both rows of one KV head of an entry, and its share of the blocks, a tile at a time. Heads come
-    first, since their digests lie side by side. columns, width: 2 * group and head_dim, padded. All blocks' first parts
-    come before their second ones, so that a thread has both parts of a block."""
+    first, since their digests lie side by side. members, columns, width: group, 2 * group and head_dim, padded. All
+    blocks' first parts come before their second ones, so that a thread has both parts of a block."""
     head = tl.program_id(0) % kv_heads
     split = tl.program_id(0) // kv_heads
     num_splits = tl.num_programs(0) // kv_heads
@@ -146,7 +156,7 @@ def _score_blocks_kernel(
     t = tl.arange(0, tile)
     column = tl.arange(0, columns)[None, :]  # as in weights
     is_head = column < 2 * group
-    out = logits + ((entry * 2 + column // group) * kv_heads + head) * num_blocks * group + column % group
+    out = logits + ((entry * 2 + column // group) * kv_heads + head) * num_blocks * members + column % group
 
     # Splits share what lies behind the end, and what lies before, the latter in whole tiles.
     share = (num_blocks - last + num_splits - 1) // num_splits
@@ -155,7 +165,7 @@ def _score_blocks_kernel(
     for start in range(first, stop, tile):
         block = start + t
         worst = tl.full([tile, columns], -float("inf"), logits.dtype.element_ty)
-        tl.store(out + block[:, None] * group, worst, mask=(block < stop)[:, None] & is_head)
+        tl.store(out + block[:, None] * members, worst, mask=(block < stop)[:, None] & is_head)
     share = ((last + num_splits - 1) // num_splits + tile - 1) // tile * tile
     first = split * share
     stop = tl.minimum(first + share, last)
@@ -194,7 +204,7 @@ def _score_blocks_kernel(
         best = tl.max(logit, 0)
         logit = best + fast_log2(tl.sum(tl.exp2((logit - best[None]) * bits), 0)) * (1 / bits)
         logit = tl.where(ranked[:, None], logit, -float("inf"))
-        tl.store(out + block[:, None] * group, logit, mask=(block < stop)[:, None] & is_head)
+        tl.store(out + block[:, None] * members, logit, mask=(block < stop)[:, None] & is_head)
 
 
 def choose_splits(num_pairs: int, num_blocks: int, tile: int) -> int:
@@ -212,17 +222,18 @@ def score_blocks_triton(
     *,
     splits: int | None = None,
 ) -> torch.Tensor:
-    entries, rows, heads, head_dim = queries.shape
+    entries, _, heads, head_dim = queries.shape
     kv_heads, parts, num_blocks = *digests.shape[1:3], digest_table.shape[1]
     group = heads // kv_heads
     tile = TILE if queries.itemsize == 2 else 16  # float32 is for tests: both factors are in registers
     if splits is None:
         splits = choose_splits(entries * kv_heads, num_blocks, tile)
-    logits = queries.new_empty(entries, rows, kv_heads, num_blocks, group, dtype=logit_dtype(queries.dtype))
+    logits = empty_logits(queries, kv_heads, num_blocks)
     columns, width = max(triton.next_power_of_2(2 * group), 8), max(triton.next_power_of_2(head_dim), 32)
     _score_blocks_kernel[(splits * kv_heads, entries)](
         queries, digests, digest_table, lanes, end, logits, num_blocks, digest_table.stride(0),
-        head_dim**-0.5, MOST, UPPER, FP8_MAX, BITS, kv_heads, group, head_dim, parts, columns, width, tile,
+        head_dim**-0.5, MOST, UPPER, FP8_MAX, BITS, kv_heads, group, head_dim, parts,
+        logits.stride(3), columns, width, tile,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return logits

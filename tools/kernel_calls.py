@@ -35,7 +35,7 @@ from minserve.kernels.rank_blocks import rank_blocks_triton
 from minserve.kernels.retire_block import retire_block_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import SamplingState, draw_triton
-from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, logit_dtype, score_blocks_triton
+from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, empty_logits, score_blocks_triton
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.sparse_rows import RING, advance_ring_triton, sparse_rows_triton
@@ -180,8 +180,8 @@ def working_set_calls(work: Work) -> Iterator[Call]:
         q = work.floats(entries * per_entry, model.heads, model.head_dim)
         yield functools.partial(keep_queries_triton, q, lanes, lanes, work.floats(LANES, *queries.shape[1:]))
     yield functools.partial(score_blocks_triton, queries, digests, host_table[:, :RANKED_BLOCKS], lanes, lanes)
-    num_blocks, group = min(RANKED_BLOCKS, model.max_blocks), model.heads // model.kv_heads
-    logits = empty(entries, 2, model.kv_heads, num_blocks, group, dtype=logit_dtype(work.dtype))
+    num_blocks = min(RANKED_BLOCKS, model.max_blocks)
+    logits = empty_logits(queries, model.kv_heads, num_blocks)
     yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)
     wanted = empty(entries, 2, model.kv_heads, num_blocks, dtype=torch.bool)
     ranking = (wanted[:, LOOKAHEAD], wanted[:, LOOKAHEAD].float().contiguous(), wanted[:, NORMAL])

@@ -141,6 +141,16 @@ def test_padding_wants_and_lacks_nothing(rank, device):
     assert not ranking.lacking.any()
 
 
+@BOTH
+def test_logits_of_16_bits_are_ranked_by_what_they_are(rank, device):
+    lanes = Lanes(4, num_lanes=2, kv_heads=2, num_slots=8, max_blocks=90)
+    lanes.ring_start = [90, 70]
+    logits = random_logits(lanes, [1, 0], 3, 90, 0, None, 4.0).half()
+    for found, expected in zip(*(ranked(rank, each, lanes, [1, 0], 20, device) for each in (logits, logits.float()))):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     def arguments():
         lanes = torch.tensor([1, -1], device=device)

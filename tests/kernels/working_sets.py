@@ -121,8 +121,12 @@ def by_head(logits):
 
 
 def by_block(logits, kv_heads):
-    """The other way round."""
-    return logits.unflatten(2, (kv_heads, -1)).transpose(3, 4).contiguous()
+    """The other way round, with no numbers where no head is."""
+    logits = logits.unflatten(2, (kv_heads, -1)).transpose(3, 4)
+    group = logits.shape[-1]
+    padded = logits.new_full((*logits.shape[:-1], 2 ** (group - 1).bit_length()), math.nan)
+    padded[..., :group] = logits
+    return padded[..., :group]
 
 
 def group_scores(logits, held=()):
