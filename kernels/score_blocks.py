@@ -54,9 +54,8 @@ def logit_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def empty_logits(queries: torch.Tensor, kv_heads: int, num_blocks: int) -> torch.Tensor:
     """What `score_blocks` fills. On a GPU a block has room for a power of two of heads, so that a thread reads all."""
-    entries, rows, heads, _ = queries.shape
-    group = heads // kv_heads
-    shape = (entries, rows, kv_heads, num_blocks, triton.next_power_of_2(group))
+    group = queries.shape[2] // kv_heads
+    shape = (*queries.shape[:2], kv_heads, num_blocks, triton.next_power_of_2(group))
     return queries.new_empty(shape, dtype=logit_dtype(queries.dtype))[..., :group]
 
 

@@ -173,8 +173,7 @@ def _store_numbers(out, numbers, chosen, count, cap, cap_width: tl.constexpr):
 def _find_candidates_kernel(
     wanted, scores, normal_wanted, slot_block, slot_used, block_slot, lanes, sparse, ring_start, step, caps, candidates,
     candidate_scores, num_candidates, counters, wanted_stride, scores_stride, normal_stride, num_blocks, max_blocks,
-    num_slots, cap,
-    kv_heads: tl.constexpr, slot_width: tl.constexpr, cap_width: tl.constexpr, has_caps: tl.constexpr,
+    num_slots, cap, kv_heads: tl.constexpr, slot_width: tl.constexpr, cap_width: tl.constexpr, has_caps: tl.constexpr,
     width: tl.constexpr,
 ):  # fmt: skip
     """One program for one KV head of an entry. Strides: from one entry to the next. Widths: the number of slots, cap,
@@ -264,11 +263,9 @@ def _admit_kernel(
     tl.store(counters + row * 5 + 2, tl.load(counters + row * 5 + 1) - num_admitted)
 
     slot = tl.arange(0, slot_width)
-    lane_head = (lane * kv_heads + head) * num_slots
+    first = (lane * kv_heads + head) * num_slots
     wanted += entry * wanted_stride + head * num_blocks
-    order, may_go, _ = eviction_order(
-        slot_block + lane_head, slot_used + lane_head, wanted, num_blocks, slot, num_slots
-    )
+    order, may_go, _ = eviction_order(slot_block + first, slot_used + first, wanted, num_blocks, slot, num_slots)
     _store_numbers(slots + row * cap, slot, keep_best(order, may_go, num_admitted), num_admitted, cap, cap_width)
 
 

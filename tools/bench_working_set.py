@@ -71,21 +71,19 @@ def random_digests(count: int, parts: int = 2) -> torch.Tensor:
     return digests.to(digest_dtype(digests.device, digests.dtype))
 
 
-def score_part(lanes: torch.Tensor, end: torch.Tensor, blocks: int, kind: str = "") -> tuple[Part, torch.Tensor]:
-    """kind: "wide", of digests in 16 bits, or "quarters", of four parts of a block. And the logits."""
+def score_part(lanes: torch.Tensor, end: torch.Tensor, blocks: int, parts: int = 2) -> tuple[Part, torch.Tensor]:
+    """And the logits."""
     from minserve.kernels import score_blocks
 
     queries, count = random(len(lanes), 2, HEADS, HEAD_DIM), len(lanes) * blocks
-    digests = random_digests(count, 4 if kind == "quarters" else 2)
-    digests = digests.to(DTYPE) if kind == "wide" else digests
+    digests = random_digests(count, parts)
     table = torch.randperm(count, device=DEVICE).int().view(len(lanes), blocks)
     score = functools.partial(score_blocks.score_blocks_triton, queries, digests, table, lanes, end)
     variants = ((32, 4, 4, 256), (64, 4, 4, 256), (128, 4, 3, 256), (64, 4, 3, 512), (64, 4, 3, 1024))
     names = ("TILE", "NUM_WARPS", "NUM_STAGES", "PROGRAMS")
-    tiles = () if kind else tuple(dict(zip(names, variant)) for variant in variants)
-    logits = score()
-    num_bytes = 1.0 * digests.nbytes + logits.nbytes
-    return Part(f"score_blocks {kind}", score, *on_device(num_bytes), (score_blocks, tiles)), logits
+    tiles, logits = tuple(dict(zip(names, variant)) for variant in variants), score()
+    bounds = on_device(1.0 * digests.nbytes + logits.nbytes)
+    return Part(f"score_blocks, {parts} parts", score, *bounds, (score_blocks, tiles)), logits
 
 
 def ranking_parts(lanes: torch.Tensor, start: torch.Tensor, maps: Any) -> Iterator[tuple[Part, Any]]:
@@ -105,19 +103,18 @@ def ranking_parts(lanes: torch.Tensor, start: torch.Tensor, maps: Any) -> Iterat
     # As a step does: slots for all that may be wanted, and a cap for each lane.
     tables = (maps, lanes, lanes >= 0, start, allowance, step, SLOTS, torch.full_like(start, CAP))
     select = functools.partial(select_blocks.select_blocks, *ranking, *tables)
-    num_bytes = 10.0 * maps.block_slot.numel()
-    yield Part("select_blocks", select, *on_device(num_bytes), (select_blocks, WIDTHS)), select()
+    bounds = on_device(10.0 * maps.block_slot.numel())
+    yield Part("select_blocks", select, *bounds, (select_blocks, WIDTHS)), select()
 
 
 def group_parts(lanes: int, blocks: int) -> Iterator[Part]:
-    """Of a group of layers: scores of other digests, all stages, a selection of 4 blocks a head, which is not cut."""
+    """Of a group of layers: scores of 4 parts of a block, all stages, a selection of 4 blocks a head, not cut."""
     from minserve.kernels import select_blocks
     from minserve.kernels.slots import SlotMaps
 
     ids, start = torch.arange(lanes, device=DEVICE), torch.full((lanes,), blocks - 3, device=DEVICE)
     maps = SlotMaps(*random_maps(lanes, blocks))
-    for kind in ("wide", "quarters"):
-        yield score_part(ids, start, blocks, kind)[0]
+    yield score_part(ids, start, blocks, parts=4)[0]
     for part, _ in ranking_parts(ids, start, maps):
         yield part
     wanted, scores, normal, _, *tables = part.call.args
