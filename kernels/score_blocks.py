@@ -43,7 +43,7 @@ UPPER = 0.85
 TILE, NUM_WARPS, NUM_STAGES = 64, 4, 3
 """Blocks that a program scores at a time, its warps, and stages."""
 
-PROGRAMS = 256
+PROGRAMS = 512
 """How many programs are enough to keep a GPU reading."""
 
 

@@ -79,7 +79,7 @@ def score_part(lanes: torch.Tensor, end: torch.Tensor, blocks: int, parts: int =
     digests = random_digests(count, parts)
     table = torch.randperm(count, device=DEVICE).int().view(len(lanes), blocks)
     score = functools.partial(score_blocks.score_blocks_triton, queries, digests, table, lanes, end)
-    variants = ((32, 4, 4, 256), (64, 4, 4, 256), (128, 4, 3, 256), (64, 4, 3, 512), (64, 4, 3, 1024))
+    variants = ((32, 4, 4, 512), (64, 4, 4, 512), (128, 4, 3, 512), (64, 4, 3, 256), (64, 4, 3, 1024))
     names = ("TILE", "NUM_WARPS", "NUM_STAGES", "PROGRAMS")
     tiles, logits = tuple(dict(zip(names, variant)) for variant in variants), score()
     bounds = on_device(1.0 * digests.nbytes + logits.nbytes)
