@@ -37,8 +37,8 @@ def keep_best_reference(scores: torch.Tensor, count: int) -> torch.Tensor:
 @triton.jit
 def order_of_floats(x) -> Any:
     """An int32 for each float32, no NaN, ordered as they are; both zeros are equal."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # which makes one of both zeros
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -47,23 +47,22 @@ def keep_best(order, ranked, count) -> Any:
 
     order: [width] int32, above -2^31 and below 2^31 - 1; ranked: [width] bool; count: a scalar, 0 or more.
     """
-    total = tl.sum(ranked.to(tl.int32), 0)
-    low = tl.min(tl.where(ranked, order, 0x7FFFFFFF), 0).to(tl.int64)
-    order = tl.where(ranked, order, -0x80000000)  # and so below all that is compared with it
-    end = tl.max(order, 0).to(tl.int64) + 1
-    # num_high of the ranked are at least `high`, and these are count at most; more than count are at least `low`. If
-    # there is no such `low`, all are kept, and nothing is searched.
-    high = tl.where(total > count, end, low)
-    num_high = tl.where(total > count, 0, count)
-    while (high - low > 1) & (num_high < count):
-        middle = low + (high - low) // 2
-        num = tl.sum((order >= middle.to(tl.int32)).to(tl.int32), 0)
-        fits = num <= count
-        high = tl.where(fits, middle, high)
-        num_high = tl.where(fits, num, num_high)
-        low = tl.where(fits, low, middle)
-    best = order >= high.to(tl.int32)
-    if num_high < count:
-        level = order == low.to(tl.int32)
-        best |= level & (tl.cumsum(level.to(tl.int32), 0) <= count - num_high)
+    best = ranked
+    if tl.sum(ranked.to(tl.int32), 0) > count:
+        low = tl.min(tl.where(ranked, order, 0x7FFFFFFF), 0)
+        order = tl.where(ranked, order, -0x80000000)  # and so below all that is compared with it
+        # num_high of the ranked are at least `high`, and these are count at most; more than count are at least `low`.
+        high, num_high = tl.max(order, 0) + 1, 0
+        middle = (low & high) + ((low ^ high) >> 1)  # half of the sum, rounded down, which 32 bits need not hold
+        while (middle > low) & (num_high < count):
+            num = tl.sum((order >= middle).to(tl.int32), 0)
+            fits = num <= count
+            high = tl.where(fits, middle, high)
+            num_high = tl.where(fits, num, num_high)
+            low = tl.where(fits, low, middle)
+            middle = (low & high) + ((low ^ high) >> 1)
+        best = order >= high
+        if num_high < count:
+            level = order == low
+            best |= level & (tl.cumsum(level.to(tl.int32), 0) <= count - num_high)
     return best

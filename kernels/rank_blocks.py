@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from minserve.kernels.keep_best import keep_best, keep_best_reference, order_of_floats, row_shape
-from minserve.kernels.lang import tl, triton
-from minserve.kernels.score_blocks import NORMAL
+from minserve.kernels.lang import BITS, fast_log2, tl, triton
+from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 
 HELD_AHEAD = 0.5
 """Nats."""
@@ -29,8 +29,8 @@ NUMBERS_PER_WARP = 512
 
 
 class Ranking(NamedTuple):
-    """scores: [entries, 2 (lookahead, normal), kv_heads, blocks] float32, -inf where not ranked
-    wanted: of the same shape, bool, exactly `count` of a row, or all ranked if they are fewer
+    """scores: [entries, kv_heads, blocks] float32, of the lookahead row, -inf where not ranked
+    wanted: [entries, 2 (lookahead, normal), kv_heads, blocks] bool, `count` of a row, or all ranked if they are fewer
     lacking: [entries, kv_heads] float32, of the normal row; 0 for padding
     """
 
@@ -42,20 +42,21 @@ class Ranking(NamedTuple):
 def rank_blocks(
     logits: torch.Tensor, block_slot: torch.Tensor, lanes: torch.Tensor, ring_start: torch.Tensor, count: int
 ) -> Ranking:
-    """logits: [entries, 2, heads, blocks] float32, from `score_blocks`
+    """logits: [entries, 2, kv_heads, blocks, group] float16 or float32, as `score_blocks` returns them
     block_slot: [num_lanes, kv_heads, max_blocks] int32, as in `SlotMaps`; blocks <= max_blocks
     lanes: [entries] int64, -1: padding, of whose logits all are -inf
     ring_start: [entries] int64, the first block in the ring of this step's rows
     count: of a working set it is K - 1, as one of its slots is block 0's
     """
-    entries, rows, heads, num_blocks = logits.shape
-    _, kv_heads, max_blocks = block_slot.shape
-    assert (rows, heads % kv_heads, logits.dtype) == (2, 0, torch.float32), (logits.shape, logits.dtype, kv_heads)
+    entries, rows, kv_heads, num_blocks, _ = logits.shape
+    max_blocks = block_slot.shape[2]
+    assert (rows, kv_heads) == (2, block_slot.shape[1]), (logits.shape, block_slot.shape)
+    assert logits.dtype in (torch.float16, torch.float32), logits.dtype
     assert (num_blocks <= max_blocks, block_slot.dtype) == (True, torch.int32), (num_blocks, block_slot)
     for numbers in (lanes, ring_start):
         assert (numbers.shape, numbers.dtype) == ((entries,), torch.int64), (numbers.shape, numbers.dtype, entries)
     assert count >= 0, count
-    assert all(tensor.is_contiguous() for tensor in (logits, block_slot, lanes, ring_start))
+    assert all(tensor.is_contiguous() for tensor in (block_slot, lanes, ring_start))
     run = rank_blocks_triton if logits.is_cuda else rank_blocks_reference
     return run(logits, block_slot, lanes, ring_start, count)
 
@@ -63,78 +64,71 @@ def rank_blocks(
 def rank_blocks_reference(
     logits: torch.Tensor, block_slot: torch.Tensor, lanes: torch.Tensor, ring_start: torch.Tensor, count: int
 ) -> Ranking:
-    entries, rows, _, num_blocks = logits.shape
-    logits = logits.view(entries, rows, block_slot.shape[1], -1, num_blocks)
-    norms = logits.logsumexp(dim=-1, keepdim=True).nan_to_num_(neginf=0.0)
+    num_blocks, logits = logits.shape[3], logits.to(torch.float32)
+    norms = logits.logsumexp(dim=3, keepdim=True).nan_to_num_(neginf=0.0)
     held = block_slot[lanes.clamp_min(0), :, :num_blocks] >= 0
-    scores = (logits - 0.5 * norms).logsumexp(dim=3) + HELD_AHEAD * held[:, None]
+    scores = (logits - 0.5 * norms).logsumexp(dim=4) + HELD_AHEAD * held[:, None]
     wanted = keep_best_reference(scores, count)
     behind_ring = torch.arange(num_blocks, device=lanes.device) < ring_start[:, None]
     missing = wanted[:, NORMAL] & ~held & behind_ring[:, None]
-    shares = (logits[:, NORMAL] - norms[:, NORMAL]).exp_().mul_(missing[:, :, None])
-    return Ranking(scores, wanted, shares.sum(dim=-1).mean(dim=-1))
+    shares = (logits[:, NORMAL] - norms[:, NORMAL]).exp_().mul_(missing[..., None])
+    return Ranking(scores[:, LOOKAHEAD].contiguous(), wanted, shares.sum(dim=2).mean(dim=2))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["num_blocks", "max_blocks", "count"])
 def _rank_blocks_kernel(
     logits, block_slot, lanes, ring_start, scores, wanted, lacking, num_blocks, max_blocks, count,
-    ahead: tl.constexpr, normal: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr, members: tl.constexpr,
-    width: tl.constexpr,
+    ahead: tl.constexpr, normal: tl.constexpr, bits: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
+    members: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """One program for one row of one KV head of an entry, all blocks at once, and one query head after the other.
-    members, width: group and num_blocks, rounded up to powers of two."""
+    """One program for one row of one KV head of an entry, all of whose logits are in registers, those of a block in one
+    thread. members, width: group and num_blocks, rounded up to powers of two."""
     number = tl.program_id(0).to(tl.int64)
     head = number % kv_heads
     entry = number // (2 * kv_heads)
+    is_normal = number // kv_heads % 2 == normal
     lane = tl.maximum(tl.load(lanes + entry), 0)
     block = tl.arange(0, width)
     inside = block < num_blocks
-    logits += number * group * num_blocks + block
-    worst: tl.constexpr = -1e30  # in place of -inf, where differences have to be numbers
+    member = tl.arange(0, members)[None, :]
+    least: tl.constexpr = -1e30  # in place of -inf, of which there is no difference
 
-    # Over the heads, sum_h exp(...) = exp(top) * total.
-    top = tl.full([width], 2 * worst, tl.float32)
-    total = tl.zeros([width], tl.float32)
-    member = tl.arange(0, members)
-    norms = tl.zeros([members], tl.float32)
-    for h in range(group):
-        logit = tl.maximum(tl.load(logits + h * num_blocks, mask=inside, other=worst), worst)
-        most = tl.max(logit, 0)
-        norm = most + tl.log(tl.sum(tl.exp(logit - most), 0))
-        norms = tl.where(member == h, norm, norms)
-        part = logit - 0.5 * norm
-        less = tl.exp(-tl.abs(part - top))
-        total = tl.where(part > top, total * less + 1.0, total + less)
-        top = tl.maximum(top, part)
-
-    slots = block_slot + (lane * kv_heads + head) * max_blocks
-    held = tl.load(slots + block, mask=inside, other=-1) >= 0
-    ranked = top > 0.25 * worst  # elsewhere it is about `worst`, or half of that where nothing is ranked
-    score = tl.where(ranked, top + tl.log(total) + tl.where(held, ahead, 0.0), -float("inf"))
+    is_known = inside[:, None] & (member < group)
+    source = logits + number * num_blocks * members + block[:, None] * members + member
+    logit = tl.load(source, mask=is_known, other=-float("inf")).to(tl.float32) * bits
+    most = tl.maximum(tl.max(logit, 0), least)
+    norm = most + fast_log2(tl.maximum(tl.sum(tl.exp2(logit - most[None, :]), 0), 1.0))
+    part = logit - 0.5 * norm[None, :]
+    top = tl.max(part, 1)
+    ranked = top > least
+    total = tl.sum(tl.exp2(part - tl.maximum(top, least)[:, None]), 1)
+    slot = tl.load(block_slot + (lane * kv_heads + head) * max_blocks + block, mask=inside, other=-1)
+    score = (top + fast_log2(tl.maximum(total, 1.0))) * (1 / bits) + tl.where(slot >= 0, ahead, 0.0)
     best = keep_best(order_of_floats(score), ranked, count)
-    tl.store(scores + number * num_blocks + block, score, mask=inside)
     tl.store(wanted + number * num_blocks + block, best.to(tl.uint8), mask=inside)
-    if number // kv_heads % 2 == normal:
-        slot = tl.load(slots + block, mask=inside, other=-1)  # once more, as registers are scarce
+    if is_normal:
         missing = best & (slot < 0) & (block < tl.load(ring_start + entry))
-        share = tl.zeros([width], tl.float32)
-        for h in range(group):
-            norm = tl.sum(tl.where(member == h, norms, 0.0), 0)
-            share += tl.exp(tl.load(logits + h * num_blocks, mask=missing, other=-float("inf")) - norm)
+        # Loaded again: in registers, logits would keep other programs from beginning.
+        logit = tl.load(source, mask=missing[:, None] & (member < group), other=-float("inf")).to(tl.float32) * bits
+        share = tl.sum(tl.exp2(logit - norm[None, :]), 1)
         tl.store(lacking + entry * kv_heads + head, tl.sum(share, 0) / group)
+    else:
+        tl.store(scores + (entry * kv_heads + head) * num_blocks + block, score, mask=inside)
 
 
 def rank_blocks_triton(
     logits: torch.Tensor, block_slot: torch.Tensor, lanes: torch.Tensor, ring_start: torch.Tensor, count: int
 ) -> Ranking:
-    entries, rows, heads, num_blocks = logits.shape
-    _, kv_heads, max_blocks = block_slot.shape
-    group = heads // kv_heads
-    scores = logits.new_empty(entries, rows, kv_heads, num_blocks)
-    wanted, lacking = torch.empty_like(scores, dtype=torch.bool), logits.new_empty(entries, kv_heads)
+    entries, rows, kv_heads, num_blocks, group = logits.shape
+    max_blocks, members = block_slot.shape[2], triton.next_power_of_2(group)
+    strides = (rows * kv_heads * num_blocks, kv_heads * num_blocks, num_blocks, 1)
+    assert logits.stride() == (*(members * stride for stride in strides), 1), (logits.shape, logits.stride())
+    wanted = logits.new_empty(entries, rows, kv_heads, num_blocks, dtype=torch.bool)
+    scores = torch.empty_like(wanted[:, LOOKAHEAD], dtype=torch.float32, memory_format=torch.contiguous_format)
+    lacking = logits.new_empty(entries, kv_heads, dtype=torch.float32)
     _rank_blocks_kernel[(entries * rows * kv_heads,)](
         logits, block_slot, lanes, ring_start, scores, wanted.view(torch.uint8), lacking, num_blocks, max_blocks, count,
-        HELD_AHEAD, NORMAL, kv_heads, group, triton.next_power_of_2(group),
+        HELD_AHEAD, NORMAL, BITS, kv_heads, group, members,
         **row_shape(num_blocks, NUMBERS_PER_WARP),
     )  # fmt: skip
     return Ranking(scores, wanted, lacking)

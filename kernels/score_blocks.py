@@ -11,8 +11,10 @@ twice as long as there are slow coordinates, with u = UPPER:
 
     [u min(q, 0) + (1 - u) max(q, 0), u max(q, 0) + (1 - u) min(q, 0)] . [min, max]
 
-On a GPU weights of 16 bits are float16, by which bfloat16 is rounded by 2^-11 at most: what E4M3 holds becomes float16
-in one instruction, and bfloat16 in several.
+On a GPU, where queries have 16 bits, tensor cores multiply E4M3 as it is, by weights in two parts of E4M3. A head's
+weights are scaled so that the greatest is E4M3's greatest, w = scale (high + low), high being the nearest to w / scale
+and low the nearest to what is left. So a weight is off by 2^-8 of itself at most, or by 2^-19 of the greatest; as
+bfloat16 it would be by 2^-9. Wider digests are multiplied as float16, and of float32 queries all is float32.
 
 Two rows of each lane are looked at together, so that digests are read once: the lookahead row, which says what the next
 step wants, and the normal row, which says what this one would have wanted. rank_blocks.py says it of a whole group.
@@ -21,10 +23,13 @@ Ranked are the blocks [1, end) that have a digest: block 0 is pinned and what is
 just where a block is not ranked.
 """
 
+from typing import Any
+
 import torch
 
-from minserve.kernels.build_digests import PARTS, digest_shape, slow_column, slow_coordinates
-from minserve.kernels.lang import tl, triton
+from minserve.kernels.build_digests import digest_shape, slow_column, slow_coordinates
+from minserve.kernels.fp8 import FP8_MAX
+from minserve.kernels.lang import BITS, fast_log2, tl, triton
 
 LOOKAHEAD, NORMAL = 0, 1
 """The rows."""
@@ -38,14 +43,26 @@ UPPER = 0.85
 TILE, NUM_WARPS, NUM_STAGES = 64, 4, 3
 """Blocks that a program scores at a time, its warps, and stages."""
 
-PROGRAMS = 256
+PROGRAMS = 512
 """How many programs are enough to keep a GPU reading."""
+
+
+def logit_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the logits of queries of this dtype. Half of float16's spacing is a tenth of what E4M3 moves a logit by."""
+    return torch.float16 if dtype.itemsize == 2 else torch.float32
+
+
+def empty_logits(queries: torch.Tensor, kv_heads: int, num_blocks: int) -> torch.Tensor:
+    """What `score_blocks` fills. On a GPU a block has room for a power of two of heads, so that a thread reads all."""
+    group = queries.shape[2] // kv_heads
+    shape = (*queries.shape[:2], kv_heads, num_blocks, triton.next_power_of_2(group))
+    return queries.new_empty(shape, dtype=logit_dtype(queries.dtype))[..., :group]
 
 
 def score_blocks(
     queries: torch.Tensor, digests: torch.Tensor, digest_table: torch.Tensor, lanes: torch.Tensor, end: torch.Tensor
 ) -> torch.Tensor:
-    """Returns logits, [entries, 2 (lookahead, normal), heads, blocks] float32.
+    """Returns logits, [entries, 2 (lookahead, normal), kv_heads, blocks, heads / kv_heads], of the dtype above.
 
     queries: [entries, 2, heads, head_dim], after RoPE
     digests: [places, kv_heads, 2 (parts), 2 (min, max), head_dim / 2], one layer's, of numbers of E4M3
@@ -72,7 +89,7 @@ def score_blocks_reference(
     queries: torch.Tensor, digests: torch.Tensor, digest_table: torch.Tensor, lanes: torch.Tensor, end: torch.Tensor
 ) -> torch.Tensor:
     entries, rows, _, head_dim = queries.shape
-    kv_heads, num_blocks = digests.shape[1], digest_table.shape[1]
+    kv_heads, parts, num_blocks = *digests.shape[1:3], digest_table.shape[1]
     places = digest_table[lanes.clamp_min(0)]
     block = torch.arange(num_blocks, device=lanes.device)
     ranked = (lanes >= 0)[:, None] & (block >= 1) & (block < end[:, None]) & (places >= 0)
@@ -84,39 +101,50 @@ def score_blocks_reference(
     # What a table holds where nothing is ranked may be no place. Head by head, as that is how products read them.
     places = torch.where(ranked, places, 0).to(torch.int64)[:, None, :]
     source = places * kv_heads + torch.arange(kv_heads, device=lanes.device)[:, None]
-    found = digests.view(-1, PARTS * head_dim).index_select(0, source.flatten()).to(torch.float32)
+    found = digests.view(-1, parts * head_dim).index_select(0, source.flatten()).to(torch.float32)
     # [entries, kv_heads, rows * group, blocks * parts]
-    logits = weights @ found.view(entries, kv_heads, num_blocks * PARTS, -1).transpose(2, 3)
+    logits = weights @ found.view(entries, kv_heads, num_blocks * parts, -1).transpose(2, 3)
     logits = logits.mul_(head_dim**-0.5).nan_to_num_(nan=-MOST).clamp_(-MOST, MOST)
-    logits = logits.view(*logits.shape[:3], num_blocks, PARTS).logsumexp(dim=4)
+    logits = logits.view(*logits.shape[:3], num_blocks, parts).logsumexp(dim=4)
     logits.masked_fill_(~ranked[:, None, None, :], -torch.inf)
-    return logits.view(entries, kv_heads, rows, -1, num_blocks).transpose(1, 2).flatten(2, 3)
+    logits = logits.view(entries, kv_heads, rows, -1, num_blocks).permute(0, 2, 1, 4, 3)
+    return logits.to(logit_dtype(queries.dtype))  # a view: on a CPU a head's logits stay side by side
 
 
 @triton.jit
 def _load_weights(
-    q, row_stride, upper: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, members: tl.constexpr,
-    width: tl.constexpr,
-):  # fmt: skip
-    """What digests are multiplied by: [width, 2 * members] float32, a column for each head of one row, then of the
-    other; members, width: group and head_dim, padded by zeros. q: the first row's first head of a group."""
+    q, row_stride, column, upper: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr
+):
+    """What digests are multiplied by: [width, columns] float32, a column for each head of one row, then of the other,
+    then zeros. q: the first row's first head of a group; column: [columns]; width: head_dim, padded by zeros."""
     side = tl.arange(0, width)[:, None]  # the slow coordinates, for min, and again for max
     half: tl.constexpr = head_dim // 2
-    column = tl.arange(0, 2 * members)[None, :]
-    member = column % members
-    source = q + column // members * row_stride + member * head_dim + slow_column(side % half, head_dim)
-    x = tl.load(source, mask=(member < group) & (side < head_dim), other=0.0).to(tl.float32)
+    source = (q + column // group * row_stride + column % group * head_dim)[None, :]
+    is_known = (column < 2 * group)[None, :] & (side < head_dim)
+    x = tl.load(source + slow_column(side % half, head_dim), mask=is_known, other=0.0).to(tl.float32)
     return x * tl.where((x < 0) == (side < half), upper, 1 - upper)
+
+
+@triton.jit
+def _split(weights, is_low, dtype: tl.constexpr, largest: tl.constexpr) -> Any:
+    """(numbers of 8 bits, scale of each column). Columns come in pairs of the same weights: where one is low, it is
+    what rounding has taken off the other."""
+    scale = tl.maximum(tl.max(tl.abs(weights), 0), 1e-30) / largest
+    weights *= (1.0 / scale)[None, :]
+    high = weights.to(dtype).to(tl.float32)
+    return tl.where(is_low[None, :], weights - high, high).to(dtype), scale
 
 
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
 def _score_blocks_kernel(
     queries, digests, digest_table, lanes, end, logits, num_blocks, table_stride,
-    scale: tl.constexpr, most: tl.constexpr, upper: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
-    head_dim: tl.constexpr, parts: tl.constexpr, members: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    scale: tl.constexpr, most: tl.constexpr, upper: tl.constexpr, largest: tl.constexpr, bits: tl.constexpr,
+    kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, parts: tl.constexpr, members: tl.constexpr,
+    columns: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """One program for both rows of one KV head of an entry, and its share of the blocks, a tile at a time. Heads come
-    first, since their digests lie side by side. members, width: group and head_dim, padded."""
+    first, since their digests lie side by side. members, columns, width: group, 2 * group and head_dim, padded. All
+    blocks' first parts come before their second ones, so that a thread has both parts of a block."""
     head = tl.program_id(0) % kv_heads
     split = tl.program_id(0) // kv_heads
     num_splits = tl.num_programs(0) // kv_heads
@@ -125,18 +153,18 @@ def _score_blocks_kernel(
     last = tl.minimum(tl.where(lane >= 0, tl.load(end + entry), 0), num_blocks)
     last = tl.maximum(last, 0).to(tl.int32)
     t = tl.arange(0, tile)
-    column = tl.arange(0, 2 * members)[None, :]  # as in weights
-    is_head = column % members < group
-    row = ((entry * 2 + column // members) * kv_heads + head) * group + column % members
-    out = logits + row * num_blocks
+    column = tl.arange(0, columns)[None, :]  # as in weights
+    is_head = column < 2 * group
+    out = logits + ((entry * 2 + column // group) * kv_heads + head) * num_blocks * members + column % group
 
     # Splits share what lies behind the end, and what lies before, the latter in whole tiles.
     share = (num_blocks - last + num_splits - 1) // num_splits
     first = last + split * share
     stop = tl.minimum(first + share, num_blocks)
     for start in range(first, stop, tile):
-        block = (start + t)[:, None]
-        tl.store(out + block, tl.full([tile, 2 * members], -float("inf"), tl.float32), mask=(block < stop) & is_head)
+        block = start + t
+        worst = tl.full([tile, columns], -float("inf"), logits.dtype.element_ty)
+        tl.store(out + block[:, None] * members, worst, mask=(block < stop)[:, None] & is_head)
     share = ((last + num_splits - 1) // num_splits + tile - 1) // tile * tile
     first = split * share
     stop = tl.minimum(first + share, last)
@@ -144,29 +172,38 @@ def _score_blocks_kernel(
         return
 
     table = digest_table + lane * table_stride
-    block = first + t
-    place = tl.load(table + block, mask=(block >= 1) & (block < stop), other=-1)
+    r = tl.arange(0, parts * tile)
+    of_row = first + r % tile
+    place = tl.load(table + of_row, mask=(of_row >= 1) & (of_row < stop), other=-1)
+    is_short: tl.constexpr = queries.dtype.element_ty.primitive_bitwidth == 16
+    halves: tl.constexpr = 2 if is_short and digests.dtype.element_ty.primitive_bitwidth == 8 else 1
+    column = tl.arange(0, halves * columns)
     q = queries + (entry * 2 * kv_heads + head) * (group * head_dim)
-    weights = _load_weights(q, kv_heads * group * head_dim, upper, group, head_dim, members, width)
-    weights = weights.to(tl.float16 if queries.dtype.element_ty.primitive_bitwidth == 16 else tl.float32)
-    side = tl.arange(0, width)[None, None, :]
-    part = tl.arange(0, parts)[None, :, None]
+    weights = _load_weights(q, kv_heads * group * head_dim, column % columns, upper, group, head_dim, width)
+    if halves == 2:
+        weights, scales = _split(weights, column >= columns, digests.dtype.element_ty, largest)
+        scales *= scale
+    else:
+        weights = weights.to(tl.float16 if is_short else tl.float32)
+        scales = tl.full([columns], scale, tl.float32)
+    side = tl.arange(0, width)[None, :]
     # Places are looked up a tile ahead, as pages are in decode_attention.py.
     for start in range(first, stop, tile):
         block = start + t
-        ranked = place >= 0
-        source = (place.to(tl.int64) * kv_heads + head) * (parts * head_dim)
-        place = tl.load(table + tile + block, mask=tile + block < stop, other=-1)
-        source = source[:, None, None] + part * head_dim + side
-        digest = tl.load(digests + source, mask=ranked[:, None, None] & (side < head_dim), other=0.0)
-        digest = tl.reshape(digest, [tile * parts, width]).to(weights.dtype)
-        logit = tl.dot(digest, weights, input_precision="ieee") * scale
-        logit = tl.where(logit == logit, tl.minimum(tl.maximum(logit, -most), most), -most)
-        logit = tl.reshape(logit, [tile, parts, 2 * members])
-        best = tl.max(logit, 1)
-        logit = best + tl.log(tl.sum(tl.exp(logit - best[:, None, :]), 1))
+        ranked = tl.load(table + block, mask=(block >= 1) & (block < stop), other=-1) >= 0
+        # What is not ranked reads a place that there is.
+        source = ((tl.maximum(place, 0).to(tl.int64) * kv_heads + head) * parts + r // tile) * head_dim
+        of_row = start + tile + r % tile
+        place = tl.load(table + of_row, mask=of_row < stop, other=-1)
+        digest = tl.load(digests + source[:, None] + side, mask=side < head_dim, other=0.0)
+        logit = tl.dot(digest.to(weights.dtype), weights, input_precision="ieee")
+        logit = tl.sum(tl.reshape(logit * scales[None, :], [parts * tile, halves, columns]), 1)
+        logit = tl.minimum(tl.maximum(logit, -most), most)  # of a number and none, the number
+        logit = tl.reshape(logit, [parts, tile, columns])
+        best = tl.max(logit, 0)
+        logit = best + fast_log2(tl.sum(tl.exp2((logit - best[None]) * bits), 0)) * (1 / bits)
         logit = tl.where(ranked[:, None], logit, -float("inf"))
-        tl.store(out + block[:, None], logit, mask=(block < stop)[:, None] & is_head)
+        tl.store(out + block[:, None] * members, logit, mask=(block < stop)[:, None] & is_head)
 
 
 def choose_splits(num_pairs: int, num_blocks: int, tile: int) -> int:
@@ -184,17 +221,18 @@ def score_blocks_triton(
     *,
     splits: int | None = None,
 ) -> torch.Tensor:
-    entries, rows, heads, head_dim = queries.shape
-    kv_heads, num_blocks = digests.shape[1], digest_table.shape[1]
+    entries, _, heads, head_dim = queries.shape
+    kv_heads, parts, num_blocks = *digests.shape[1:3], digest_table.shape[1]
     group = heads // kv_heads
     tile = TILE if queries.itemsize == 2 else 16  # float32 is for tests: both factors are in registers
     if splits is None:
         splits = choose_splits(entries * kv_heads, num_blocks, tile)
-    logits = queries.new_empty(entries, rows, heads, num_blocks, dtype=torch.float32)
-    members, width = max(triton.next_power_of_2(group), 8), max(triton.next_power_of_2(head_dim), 16)
+    logits = empty_logits(queries, kv_heads, num_blocks)
+    columns, width = max(triton.next_power_of_2(2 * group), 8), max(triton.next_power_of_2(head_dim), 32)
     _score_blocks_kernel[(splits * kv_heads, entries)](
         queries, digests, digest_table, lanes, end, logits, num_blocks, digest_table.stride(0),
-        head_dim**-0.5, MOST, UPPER, kv_heads, group, head_dim, PARTS, members, width, tile,
+        head_dim**-0.5, MOST, UPPER, FP8_MAX, BITS, kv_heads, group, head_dim, parts,
+        logits.stride(3), columns, width, tile,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return logits

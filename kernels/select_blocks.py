@@ -169,11 +169,11 @@ def _store_numbers(out, numbers, chosen, count, cap, cap_width: tl.constexpr):
     return place
 
 
-@triton.jit(do_not_specialize=["cap"])
+@triton.jit(do_not_specialize=["wanted_stride", "scores_stride", "normal_stride", "num_blocks", "max_blocks", "cap"])
 def _find_candidates_kernel(
     wanted, scores, normal_wanted, slot_block, slot_used, block_slot, lanes, sparse, ring_start, step, caps, candidates,
-    candidate_scores, counters, wanted_stride, scores_stride, normal_stride, num_blocks, max_blocks, num_slots, cap,
-    kv_heads: tl.constexpr, slot_width: tl.constexpr, cap_width: tl.constexpr, has_caps: tl.constexpr,
+    candidate_scores, num_candidates, counters, wanted_stride, scores_stride, normal_stride, num_blocks, max_blocks,
+    num_slots, cap, kv_heads: tl.constexpr, slot_width: tl.constexpr, cap_width: tl.constexpr, has_caps: tl.constexpr,
     width: tl.constexpr,
 ):  # fmt: skip
     """One program for one KV head of an entry. Strides: from one entry to the next. Widths: the number of slots, cap,
@@ -186,6 +186,7 @@ def _find_candidates_kernel(
     if lane < 0:
         number = tl.arange(0, cap_width)
         tl.store(candidates + row * cap + number, -1, mask=number < cap)
+        tl.store(num_candidates + row, 0)
         tl.store(counters + tl.arange(0, 8), 0, mask=tl.arange(0, 8) < 5)
         return
     takes_part = tl.load(sparse + lane) != 0
@@ -218,41 +219,53 @@ def _find_candidates_kernel(
     if has_caps:
         limit = tl.minimum(limit, tl.load(caps + entry).to(tl.int32))
     best = keep_best(order_of_floats(score), missed, limit)
-    place = _store_numbers(candidates + row * cap, block, best, tl.minimum(num_missed, limit), cap, cap_width)
+    num = tl.minimum(num_missed, limit)
+    tl.store(num_candidates + row, num)
+    place = _store_numbers(candidates + row * cap, block, best, num, cap, cap_width)
     tl.store(candidate_scores + row * cap + place, score, mask=best)
 
 
 @triton.jit(do_not_specialize=["cap"])
 def _admit_kernel(
-    wanted, slot_block, slot_used, lanes, allowance, candidates, candidate_scores, blocks, slots, counters,
-    wanted_stride, num_blocks, num_slots, cap,
-    kv_heads: tl.constexpr, slot_width: tl.constexpr, cap_width: tl.constexpr, width: tl.constexpr,
+    wanted, slot_block, slot_used, lanes, allowance, candidates, candidate_scores, num_candidates, blocks, slots,
+    counters, wanted_stride, num_blocks, num_slots, cap,
+    kv_heads: tl.constexpr, heads_width: tl.constexpr, slot_width: tl.constexpr, cap_width: tl.constexpr,
+    width: tl.constexpr,
 ):  # fmt: skip
-    """One program for one KV head of an entry. width: kv_heads, rounded up to a power of two, times cap_width."""
+    """One program for one KV head of an entry. heads_width: kv_heads, rounded up to a power of two; width: times
+    cap_width. All candidates are looked at only where they are more than the allowance."""
     entry = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = tl.program_id(0) % kv_heads
     row = entry * kv_heads + head
-    lane = tl.load(lanes + entry)
-    if lane < 0:
-        place = tl.arange(0, cap_width)
-        tl.store(blocks + row * cap + place, -1, mask=place < cap)
-        tl.store(slots + row * cap + place, -1, mask=place < cap)
+    num_admitted = tl.load(num_candidates + row)
+    own = tl.arange(0, cap_width)
+    if num_admitted == 0:  # padding has none either
+        tl.store(blocks + row * cap + own, -1, mask=own < cap)
+        tl.store(slots + row * cap + own, -1, mask=own < cap)
+        tl.store(counters + row * 5 + 2, tl.load(counters + row * 5 + 1))
         return
 
-    number = tl.arange(0, width)
-    inside = (number // cap_width < kv_heads) & (number % cap_width < cap)
-    source = entry * kv_heads * cap + number // cap_width * cap + number % cap_width
-    block = tl.load(candidates + source, mask=inside, other=-1)
-    score = tl.load(candidate_scores + source, mask=block >= 0, other=0.0)
-    admitted = keep_best(order_of_floats(score), block >= 0, tl.load(allowance + lane)) & (number // cap_width == head)
-    num_admitted = tl.sum(admitted.to(tl.int32), 0)
-    _store_numbers(blocks + row * cap, block, admitted, num_admitted, cap, cap_width)
+    lane = tl.load(lanes + entry)
+    allowed = tl.load(allowance + lane)
+    each = tl.arange(0, heads_width)
+    num_all = tl.sum(tl.load(num_candidates + entry * kv_heads + each, mask=each < kv_heads, other=0), 0)
+    if num_all <= allowed:
+        tl.store(blocks + row * cap + own, tl.load(candidates + row * cap + own, mask=own < cap), mask=own < cap)
+    else:
+        number = tl.arange(0, width)
+        inside = (number // cap_width < kv_heads) & (number % cap_width < cap)
+        source = entry * kv_heads * cap + number // cap_width * cap + number % cap_width
+        block = tl.load(candidates + source, mask=inside, other=-1)
+        score = tl.load(candidate_scores + source, mask=block >= 0, other=0.0)
+        admitted = keep_best(order_of_floats(score), block >= 0, allowed) & (number // cap_width == head)
+        num_admitted = tl.sum(admitted.to(tl.int32), 0)
+        _store_numbers(blocks + row * cap, block, admitted, num_admitted, cap, cap_width)
     tl.store(counters + row * 5 + 2, tl.load(counters + row * 5 + 1) - num_admitted)
 
     slot = tl.arange(0, slot_width)
-    own = (lane * kv_heads + head) * num_slots
+    first = (lane * kv_heads + head) * num_slots
     wanted += entry * wanted_stride + head * num_blocks
-    order, may_go, _ = eviction_order(slot_block + own, slot_used + own, wanted, num_blocks, slot, num_slots)
+    order, may_go, _ = eviction_order(slot_block + first, slot_used + first, wanted, num_blocks, slot, num_slots)
     _store_numbers(slots + row * cap, slot, keep_best(order, may_go, num_admitted), num_admitted, cap, cap_width)
 
 
@@ -274,17 +287,18 @@ def select_blocks_triton(
     blocks, slots, candidates = (lanes.new_empty(entries, kv_heads, cap, dtype=torch.int32) for _ in range(3))
     candidate_scores = scores.new_empty(entries, kv_heads, cap)
     counters = lanes.new_empty(entries, kv_heads, 5, dtype=torch.int32)
-    slot_width, cap_width = (triton.next_power_of_2(max(size, 1)) for size in (num_slots, cap))
+    num_candidates = lanes.new_empty(entries, kv_heads, dtype=torch.int32)
+    slot_width, cap_width, heads_width = (triton.next_power_of_2(max(size, 1)) for size in (num_slots, cap, kv_heads))
     is_wanted = wanted.view(torch.uint8)
     _find_candidates_kernel[(entries * kv_heads,)](
         is_wanted, scores, normal_wanted.view(torch.uint8), *maps, lanes, sparse.view(torch.uint8), ring_start, step,
-        ring_start if caps is None else caps, candidates, candidate_scores, counters, wanted.stride(0),
+        ring_start if caps is None else caps, candidates, candidate_scores, num_candidates, counters, wanted.stride(0),
         scores.stride(0), normal_wanted.stride(0), num_blocks, maps.block_slot.shape[2], num_slots, cap, kv_heads,
         slot_width, cap_width, caps is not None, **row_shape(num_blocks, NUMBERS_PER_WARP),
     )  # fmt: skip
     _admit_kernel[(entries * kv_heads,)](
-        is_wanted, maps.slot_block, maps.slot_used, lanes, allowance, candidates, candidate_scores, blocks, slots,
-        counters, wanted.stride(0), num_blocks, num_slots, cap, kv_heads, slot_width, cap_width,
-        **row_shape(triton.next_power_of_2(kv_heads) * cap_width, NUMBERS_PER_WARP),
+        is_wanted, maps.slot_block, maps.slot_used, lanes, allowance, candidates, candidate_scores,
+        num_candidates, blocks, slots, counters, wanted.stride(0), num_blocks, num_slots, cap, kv_heads, heads_width,
+        slot_width, cap_width, **row_shape(heads_width * cap_width, NUMBERS_PER_WARP),
     )  # fmt: skip
     return FetchPlan(blocks, slots, counters)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_working_set import bench_working_set
+from bench_working_set import bench_ranking, bench_working_set
 from kernel_clock import BF16_TFLOP_S, DEVICE, READ_TB_S, Call, Clock, random, rate
 
 HIDDEN, MLP, VOCAB = 4096, 12288, 151936
@@ -264,6 +264,7 @@ SECTIONS: dict[str, Callable[[Clock], None]] = {
     "sampling": bench_sampling,
     "prefill": bench_prefill,
     "working_set": bench_working_set,
+    "ranking": bench_ranking,
 }
 
 

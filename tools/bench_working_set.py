@@ -1,4 +1,5 @@
-"""The background of a layer, a part of tools/bench_kernels.py: 96 lanes of 16K tokens, K 128, C 6, Qwen3-8B's heads.
+"""The background of a layer, a part of tools/bench_kernels.py: 96 lanes of 16K tokens, K 128, C 6, Qwen3-8B's heads;
+and, by itself, what ranks and selects in a group of layers, with what else its kernels' constants and inputs may be.
 
 The worst case: slots hold blocks at random, the ranking is random, so every head misses most of what it wants and takes
 C blocks. Beside each time stands the least that it can be: what is read and written at the GPU's bandwidth, or what
@@ -6,7 +7,7 @@ goes over the link at the link's.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,6 +19,8 @@ LANES, CONTEXT, BLOCK, SLOTS, CAP = 96, 16384, 16, 128, 6
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 36
 HOST_BLOCKS, STORED_PAGES, LINK_TB_S = 1792, 96, 0.055
 BLOCKS, HEAD_BYTES = CONTEXT // BLOCK, 2 * BLOCK * HEAD_DIM * 2
+GROUPS = ((5 * 134, 1024), (5, 2048))
+"""(lanes of 5 layers, blocks): of 134 requests of 16K tokens, and of one of 32K."""
 
 Knobs = tuple[ModuleType, tuple[dict[str, int], ...]]
 
@@ -44,62 +47,95 @@ def ints(*shape: int, end: int, dtype: torch.dtype = torch.int32) -> torch.Tenso
     return torch.randint(end, shape, dtype=dtype, device=DEVICE)
 
 
-def random_maps() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_maps(lanes: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """slot_block, slot_used, block_slot: block 0 and others behind the ring."""
-    shape = (LANES, KV_HEADS)
-    others = 1 + torch.rand(*shape, BLOCKS - 4, device=DEVICE).argsort(dim=-1)[..., : SLOTS - 1]
+    shape = (lanes, KV_HEADS)
+    others = 1 + torch.rand(*shape, blocks - 4, device=DEVICE).argsort(dim=-1)[..., : SLOTS - 1]
     slot_block = torch.cat((torch.zeros_like(others[..., :1]), others), dim=-1)
-    block_slot = torch.full((*shape, BLOCKS), -1, dtype=torch.int32, device=DEVICE)
-    block_slot.scatter_(2, slot_block, torch.arange(SLOTS, dtype=torch.int32, device=DEVICE).expand_as(slot_block))
-    return slot_block.int(), ints(*shape, SLOTS, end=1000), block_slot
+    return slot_block.int(), ints(*shape, SLOTS, end=1000), inverse_of(slot_block, blocks)
 
 
-WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (256, 512, 1024, 2048))
+def inverse_of(slot_block: torch.Tensor, blocks: int) -> torch.Tensor:
+    slots = torch.arange(SLOTS, dtype=torch.int32, device=DEVICE).expand_as(slot_block)
+    return slots.new_full((*slots.shape[:2], blocks), -1).scatter_(2, slot_block, slots)
 
 
-def random_digests(count: int) -> torch.Tensor:
-    from minserve.kernels.build_digests import digest_dtype, digest_shape
+WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (128, 256, 512, 1024))
 
-    digests = random(count, *digest_shape(KV_HEADS, HEAD_DIM)).sort(dim=3).values
+
+def random_digests(count: int, parts: int = 2) -> torch.Tensor:
+    from minserve.kernels.build_digests import digest_dtype
+
+    digests = random(count, KV_HEADS, parts, 2, HEAD_DIM // 2)
+    digests[:, :, :, 1] += 2
     return digests.to(digest_dtype(digests.device, digests.dtype))
 
 
-def rank_parts(lanes: torch.Tensor, end: torch.Tensor, block_slot: torch.Tensor) -> Iterator[tuple[Part, Any]]:
-    """Of score_blocks and rank_blocks, and what comes out."""
-    from minserve.kernels import rank_blocks, score_blocks
+def score_part(lanes: torch.Tensor, end: torch.Tensor, blocks: int, parts: int = 2) -> tuple[Part, torch.Tensor]:
+    """And the logits."""
+    from minserve.kernels import score_blocks
 
-    queries = random(LANES, 2, HEADS, HEAD_DIM)
-    digests = random_digests(LANES * BLOCKS)
-    table = torch.randperm(LANES * BLOCKS, device=DEVICE).int().view(LANES, BLOCKS)
-    score = functools.partial(score_blocks.score_blocks, queries, digests, table, lanes, end)
-    variants = ((32, 2, 4, 1024), (64, 4, 2, 1024), (64, 4, 4, 1024), (64, 4, 3, 512), (64, 4, 3, 2048))
+    queries, count = random(len(lanes), 2, HEADS, HEAD_DIM), len(lanes) * blocks
+    digests = random_digests(count, parts)
+    table = torch.randperm(count, device=DEVICE).int().view(len(lanes), blocks)
+    score = functools.partial(score_blocks.score_blocks_triton, queries, digests, table, lanes, end)
+    variants = ((32, 4, 4, 512), (64, 4, 4, 512), (128, 4, 3, 512), (64, 4, 3, 256), (64, 4, 3, 1024))
     names = ("TILE", "NUM_WARPS", "NUM_STAGES", "PROGRAMS")
-    tiles = tuple(dict(zip(names, variant)) for variant in variants)
-    logits = score()
-    num_bytes = 1.0 * digests.nbytes + 4.0 * logits.numel()
-    yield Part("score_blocks", score, *on_device(num_bytes), (score_blocks, tiles)), logits
-    rank = functools.partial(rank_blocks.rank_blocks, logits, block_slot, lanes, end, SLOTS - 1)
-    num_bytes = 4.0 * logits.numel() + (2 * 5.0 + 4.0) * block_slot.numel()
-    yield Part("rank_blocks", rank, *on_device(num_bytes), (rank_blocks, WIDTHS)), rank()
+    tiles, logits = tuple(dict(zip(names, variant)) for variant in variants), score()
+    bounds = on_device(1.0 * digests.nbytes + logits.nbytes)
+    return Part(f"score_blocks, {parts} parts", score, *bounds, (score_blocks, tiles)), logits
+
+
+def ranking_parts(lanes: torch.Tensor, start: torch.Tensor, maps: Any) -> Iterator[tuple[Part, Any]]:
+    """Of the three stages, and what comes out."""
+    from minserve.kernels import rank_blocks, select_blocks
+    from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
+
+    blocks, step = maps.block_slot.shape[2], ints(1, end=1)
+    part, logits = score_part(lanes, start, blocks)
+    yield part, logits
+    rank = functools.partial(rank_blocks.rank_blocks, logits, maps.block_slot, lanes, start, SLOTS - 1)
+    num_bytes = 1.0 * logits.nbytes + (2 + 2 * 4 + 4.0) * maps.block_slot.numel()
+    scores, wanted, _ = rank()
+    yield Part("rank_blocks", rank, *on_device(num_bytes), (rank_blocks, WIDTHS)), wanted
+    ranking = (wanted[:, LOOKAHEAD], scores, wanted[:, NORMAL])
+    allowance = torch.full((len(lanes),), KV_HEADS * CAP, dtype=torch.int32, device=DEVICE)
+    # As a step does: slots for all that may be wanted, and a cap for each lane.
+    tables = (maps, lanes, lanes >= 0, start, allowance, step, SLOTS, torch.full_like(start, CAP))
+    select = functools.partial(select_blocks.select_blocks, *ranking, *tables)
+    bounds = on_device(10.0 * maps.block_slot.numel())
+    yield Part("select_blocks", select, *bounds, (select_blocks, WIDTHS)), select()
+
+
+def group_parts(lanes: int, blocks: int) -> Iterator[Part]:
+    """Of a group of layers: scores of 4 parts of a block, all stages, a selection of 4 blocks a head, not cut."""
+    from minserve.kernels import select_blocks
+    from minserve.kernels.slots import SlotMaps
+
+    ids, start = torch.arange(lanes, device=DEVICE), torch.full((lanes,), blocks - 3, device=DEVICE)
+    maps = SlotMaps(*random_maps(lanes, blocks))
+    yield score_part(ids, start, blocks, parts=4)[0]
+    for part, _ in ranking_parts(ids, start, maps):
+        yield part
+    wanted, scores, normal, _, *tables = part.call.args
+    held = scores.topk(SLOTS + 3, dim=-1).indices[..., 3:]
+    held[..., 0] = 0
+    few = SlotMaps(held.int().contiguous(), maps.slot_used, inverse_of(held, blocks))
+    few_call = functools.partial(select_blocks.select_blocks, wanted, scores, normal, few, *tables)
+    yield part._replace(name="select_blocks, few", call=few_call)
 
 
 def layer_parts() -> Iterator[Part]:
-    from minserve.kernels import fetch_blocks, select_blocks
+    from minserve.kernels import fetch_blocks
     from minserve.kernels.retire_block import retire_block
-    from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
+    from minserve.kernels.score_blocks import LOOKAHEAD
     from minserve.kernels.slots import SlotMaps
     from minserve.kernels.sparse_rows import RING
 
     lanes, start = torch.arange(LANES, device=DEVICE), torch.full((LANES,), BLOCKS - 3, device=DEVICE)
-    maps, step = SlotMaps(*random_maps()), ints(1, end=1)
-    (score_part, _), (rank_part, (scores, wanted, _)) = rank_parts(lanes, start, maps.block_slot)
-    yield from (score_part, rank_part)
-    ranking = (wanted[:, LOOKAHEAD], scores[:, LOOKAHEAD], wanted[:, NORMAL])
-    allowance = torch.full((LANES,), KV_HEADS * CAP, dtype=torch.int32, device=DEVICE)
-    tables = (maps, lanes, lanes >= 0, start, allowance, step)
-    select = functools.partial(select_blocks.select_blocks, *ranking, *tables, CAP)
-    plan = select()
-    yield Part("select_blocks", select, *on_device(10.0 * LANES * KV_HEADS * BLOCKS), (select_blocks, WIDTHS))
+    maps, step = SlotMaps(*random_maps(LANES, BLOCKS)), ints(1, end=1)
+    parts, (_, wanted, plan) = zip(*ranking_parts(lanes, start, maps))
+    yield from parts
 
     page_table = torch.randperm(LANES * (SLOTS + RING), device=DEVICE).int().view(LANES, -1)
     kv = random(page_table.numel(), KV_HEADS, 2, BLOCK, HEAD_DIM)
@@ -137,22 +173,32 @@ def step_parts() -> Iterator[Part]:
     yield Part(f"build_digests: {STORED_PAGES}", build, *on_device(1.0 * cache[0].numel()))
 
 
-def bench_working_set(clock: Clock) -> None:
+def bench(clock: Clock, parts: Iterator[Part]) -> tuple[float, float]:
+    """Of the defaults: microseconds of all parts, and the least."""
+
     def time_us(part: Part, values: dict[str, int]) -> float:
         return clock.time_us([part.call], work=part.name, variant=str(values), num_bytes=part.num_bytes)
 
-    def bench(parts: Callable[[], Iterator[Part]]) -> tuple[float, float]:
-        sum_us, sum_least_us = 0.0, 0.0
-        for part in parts():
-            us = time_us(part, {})
-            sum_us, sum_least_us = sum_us + us, sum_least_us + part.least_us
-            print(f"{part.name:20} {us:9.2f} us   least {part.least_us:9.2f} us", flush=True)
-            for values in part.knobs[1] if part.knobs else ():
-                with mock.patch.multiple(part.knobs[0], **values):
-                    print(f"{'':20} {time_us(part, values):9.2f} us   {values}", flush=True)
-        return sum_us, sum_least_us
+    sum_us, sum_least_us = 0.0, 0.0
+    for part in parts:
+        us = time_us(part, {})
+        sum_us, sum_least_us = sum_us + us, sum_least_us + part.least_us
+        print(f"{part.name:20} {us:9.2f} us   least {part.least_us:9.2f} us", flush=True)
+        for values in part.knobs[1] if part.knobs else ():
+            with mock.patch.multiple(part.knobs[0], **values):
+                print(f"{'':20} {time_us(part, values):9.2f} us   {values}", flush=True)
+    return sum_us, sum_least_us
 
-    us, least_us = bench(layer_parts)
+
+def bench_working_set(clock: Clock) -> None:
+    us, least_us = bench(clock, layer_parts())
     print(f"{LAYERS} layers one after the other: {us * LAYERS / 1e3:.2f} ms, least {least_us * LAYERS / 1e3:.2f} ms")
     torch.cuda.empty_cache()
-    bench(step_parts)
+    bench(clock, step_parts())
+
+
+def bench_ranking(clock: Clock) -> None:
+    for lanes, blocks in GROUPS:
+        print(f"{lanes} lanes of {blocks} blocks")
+        bench(clock, group_parts(lanes, blocks))
+        torch.cuda.empty_cache()

@@ -36,7 +36,7 @@ from minserve.kernels.rank_blocks import rank_blocks_triton
 from minserve.kernels.retire_block import retire_block_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import SamplingState, draw_triton
-from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks_triton
+from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, empty_logits, score_blocks_triton
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.sparse_rows import RING, LaneTables, begin_rows_triton
@@ -181,11 +181,11 @@ def working_set_calls(work: Work) -> Iterator[Call]:
         yield functools.partial(begin_rows_triton, rows, rows, host_table, tables, lanes, given, SLOTS, BLOCK_SIZE)
     queries = work.floats(entries, 2, model.heads, model.head_dim)
     yield functools.partial(score_blocks_triton, queries, digests, host_table[:, :RANKED_BLOCKS], lanes, lanes)
-    logits = empty(entries, 2, model.heads, min(RANKED_BLOCKS, model.max_blocks), dtype=torch.float32)
+    num_blocks = min(RANKED_BLOCKS, model.max_blocks)
+    logits = empty_logits(queries, model.kv_heads, num_blocks)
     yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)
-    scores = logits[:, :, : model.kv_heads].contiguous()
-    wanted = scores.bool()
-    ranking = (wanted[:, LOOKAHEAD], scores[:, LOOKAHEAD], wanted[:, NORMAL])
+    wanted = empty(entries, 2, model.kv_heads, num_blocks, dtype=torch.bool)
+    ranking = (wanted[:, LOOKAHEAD], wanted[:, LOOKAHEAD].float().contiguous(), wanted[:, NORMAL])
     for cap, caps in product(CAPS, (None, lanes)):
         yield functools.partial(select_blocks_triton, *ranking, maps, lanes, sparse, lanes, of_lane, step, cap, caps)
     plan = FetchPlan(*(empty(entries, model.kv_heads, size, dtype=torch.int32) for size in (CAPS[0], CAPS[0], 4)))

@@ -74,9 +74,10 @@ class Background:
         the logits, scores and lists of a few groups, and of one layer in the foreground if that recalls. Twice: those
         of graphs, and of a pass that is in none."""
         each_layer = 2 * max_blocks + (8 + 16) * num_slots
-        passing = 20 * max_blocks + 24 * num_slots
+        passing = 16 * max_blocks + 24 * num_slots
         heads = model.num_kv_heads * (model.num_layers * each_layer + LAYERS_AT_ONCE * passing)
-        of_logits = 8 * model.num_heads * max_blocks
+        group = model.num_heads // model.num_kv_heads
+        of_logits = 8 * (model.num_kv_heads << (group - 1).bit_length()) * max_blocks
         recalled = model.num_kv_heads * passing + of_logits if recalls else 0
         return 2 * max_entries * (heads + LAYERS_AT_ONCE * of_logits + recalled)
 
@@ -134,7 +135,7 @@ class Background:
             plan = group.select(
                 stack.lanes,
                 ranked.wanted[:, LOOKAHEAD],
-                ranked.scores[:, LOOKAHEAD],
+                ranked.scores,
                 ranked.wanted[:, NORMAL],
                 start,
                 sets.allowance[group.part].flatten(),

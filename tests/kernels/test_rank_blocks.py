@@ -6,7 +6,7 @@ import torch
 from minserve.kernels.rank_blocks import rank_blocks, rank_blocks_reference, rank_blocks_triton
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 
-from .working_sets import Lanes, first_wanted, group_scores
+from .working_sets import Lanes, by_block, first_wanted, group_scores
 
 INF = float("inf")
 BOTH = pytest.mark.parametrize("rank", [rank_blocks_reference, rank_blocks_triton])
@@ -26,8 +26,13 @@ def random_logits(lanes, entries, group, num_blocks, advance, values, scale):
     return logits * scale
 
 
-def check(ranking, logits, lanes, entries, count):
-    """Scores are near the formula's; what is wanted, and what is lacking of it, follows from them exactly."""
+def check(rank, logits, lanes, entries, count, device):
+    """Scores are near the formula's; what is wanted, and what is lacking of it, follows from them exactly. The normal
+    row's are those that it has where it takes the other's place."""
+    ranking, other = (ranked(rank, each, lanes, entries, count, device) for each in (logits, logits.flip(1)))
+    all_scores = torch.stack((ranking.scores, other.scores), dim=1)
+    assert (LOOKAHEAD, NORMAL) == (0, 1)
+    assert torch.equal(other.wanted, ranking.wanted.flip(1))
     group = logits.shape[2] // lanes.kv_heads
     for entry, lane in enumerate(entries):
         for head in range(lanes.kv_heads):
@@ -35,7 +40,7 @@ def check(ranking, logits, lanes, entries, count):
             for row in (LOOKAHEAD, NORMAL):
                 own = logits[entry, row, head * group : (head + 1) * group].tolist()
                 scores, shares = group_scores(own, held)
-                found = ranking.scores[entry, row, head].tolist()
+                found = all_scores[entry, row, head].tolist()
                 assert found == pytest.approx(scores, rel=1e-5, abs=1e-4)
                 wanted = {block for block, best in enumerate(ranking.wanted[entry, row, head].tolist()) if best}
                 assert wanted == first_wanted(found, count)
@@ -47,7 +52,7 @@ def check(ranking, logits, lanes, entries, count):
 def ranked(rank, logits, lanes, entries, count, device):
     ids, start = torch.tensor(entries), torch.tensor([lanes.start(lane) for lane in entries])
     slots = lanes.maps(device).block_slot
-    return rank(logits.to(device), slots, ids.to(device), start.to(device), count)
+    return rank(by_block(logits, lanes.kv_heads).to(device), slots, ids.to(device), start.to(device), count)
 
 
 @BOTH
@@ -60,7 +65,7 @@ def test_a_ranking_follows_from_its_formulas(rank, seed, kv_heads, group, device
     num_blocks = chance.choice([lanes.max_blocks, lanes.max_blocks - 2])
     logits = random_logits(lanes, entries, group, num_blocks, advance, chance.choice([None, 1]), chance.choice([1, 5]))
     count = chance.choice([0, lanes.num_slots - 1, lanes.num_slots, 99])
-    check(ranked(rank, logits, lanes, entries, count, device), logits, lanes, entries, count)
+    check(rank, logits, lanes, entries, count, device)
 
 
 @BOTH
@@ -72,7 +77,7 @@ def test_as_many_are_wanted_as_there_can_be_in_rows_of_any_length(rank, num_bloc
     lanes.ring_start = [num_blocks, max(num_blocks - 5, 0)]
     entries = [1, 0]
     logits = random_logits(lanes, entries, group, num_blocks, 0, None, 4.0)
-    check(ranked(rank, logits, lanes, entries, count, device), logits, lanes, entries, count)
+    check(rank, logits, lanes, entries, count, device)
 
 
 @BOTH
@@ -136,17 +141,27 @@ def test_padding_wants_and_lacks_nothing(rank, device):
     assert not ranking.lacking.any()
 
 
+@BOTH
+def test_logits_of_16_bits_are_ranked_by_what_they_are(rank, device):
+    lanes = Lanes(4, num_lanes=2, kv_heads=2, num_slots=8, max_blocks=90)
+    lanes.ring_start = [90, 70]
+    logits = random_logits(lanes, [1, 0], 3, 90, 0, None, 4.0).half()
+    for found, expected in zip(*(ranked(rank, each, lanes, [1, 0], 20, device) for each in (logits, logits.float()))):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     def arguments():
         lanes = torch.tensor([1, -1], device=device)
-        return [torch.zeros(2, 2, 4, 20, device=device), Lanes(0).maps(device).block_slot, lanes, lanes, 3]
+        return [torch.zeros(2, 2, 2, 20, 2, device=device), Lanes(0).maps(device).block_slot, lanes, lanes, 3]
 
     rank_blocks(*arguments())
     for number, wrong in [
         (0, arguments()[0][:, :1]),
-        (0, arguments()[0][:, :, :3].contiguous()),
+        (0, arguments()[0][:, :, :1].contiguous()),
         (0, arguments()[0].double()),
-        (0, torch.zeros(2, 2, 4, 21, device=device)),
+        (0, torch.zeros(2, 2, 2, 21, 2, device=device)),
         (1, arguments()[1].long()),
         (2, arguments()[2][:1]),
         (3, arguments()[3].int()),
@@ -162,7 +177,7 @@ def test_wrong_shapes_and_dtypes_are_our_mistake(device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rows_past_two_billion_elements_are_ranked(device):
     entries, heads, num_blocks = 2**31 // (2 * 8 * 8192) + 1, 8, 8192
-    logits = torch.zeros(entries, 2, heads, num_blocks, device=device)
+    logits = torch.zeros(entries, 2, 1, num_blocks, heads, device=device)
     logits[-1, :, :, -1] = 20.0
     slots = torch.full((1, 1, num_blocks), -1, dtype=torch.int32, device=device)
     lanes = torch.zeros(entries, dtype=torch.int64, device=device)

@@ -11,10 +11,20 @@ from minserve.kernels.build_digests import build_digests, digest_shape
 from minserve.kernels.fp8 import FP8
 from minserve.kernels.score_blocks import MOST, score_blocks, score_blocks_reference, score_blocks_triton
 
-from .working_sets import expected_logit, slow
+from .working_sets import by_head, expected_logit, slow
 
 INF = float("inf")
-BOTH = pytest.mark.parametrize("score", [score_blocks_reference, score_blocks_triton])
+
+
+def score_by_reference(*case):
+    return by_head(score_blocks_reference(*case))
+
+
+def score_by_triton(*case, **options):
+    return by_head(score_blocks_triton(*case, **options))
+
+
+BOTH = pytest.mark.parametrize("score", [score_by_reference, score_by_triton])
 WIDE_OR_NOT = pytest.mark.parametrize("in_8_bits", [False, True], ids=["wide", "fp8"])
 
 
@@ -58,8 +68,8 @@ def test_every_head_has_a_logit_for_ranked_blocks_and_no_others(
 ):
     case = random_case(seed, device, dtype, in_8_bits, kv_heads=kv_heads, group=group, head_dim=head_dim)
     logits = score(*case)
-    assert (logits.shape, logits.dtype) == ((4, 2, kv_heads * group, 9), torch.float32)
-    torch.testing.assert_close(logits.flatten().cpu(), expected(*case), **off(dtype))
+    assert (logits.shape, logits.dtype.itemsize) == ((4, 2, kv_heads * group, 9), dtype.itemsize)
+    torch.testing.assert_close(logits.flatten().float().cpu(), expected(*case), **off(dtype))
 
 
 @BOTH
@@ -155,9 +165,50 @@ def test_however_many_programs_share_the_blocks_the_logits_are_the_same(splits, 
     queries, digests, table, lanes, _ = random_case(5, device, dtype, num_blocks=num_blocks)
     lanes[:3] = torch.tensor([4, 0, 3], device=device)
     end = torch.tensor([num_blocks, 33, 80, 0], device=device)
-    found = score_blocks_triton(queries, digests, table, lanes, end, splits=splits)
-    assert torch.equal(found, score_blocks_triton(queries, digests, table, lanes, end, splits=3))
-    torch.testing.assert_close(found, score_blocks_reference(queries, digests, table, lanes, end), **off(dtype))
+    found = score_by_triton(queries, digests, table, lanes, end, splits=splits)
+    assert torch.equal(found, score_by_triton(queries, digests, table, lanes, end, splits=3))
+    torch.testing.assert_close(found, score_by_reference(queries, digests, table, lanes, end), **off(dtype))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 4, 128), (3, 3, 64), (1, 8, 96)])
+def test_weights_in_two_parts_of_8_bits_are_as_good_as_in_16(kv_heads, group, head_dim, parts, device):
+    """Each weight is off by 2^-8 of itself at most, and signs are random. So is what float16 takes off a logit."""
+    torch.manual_seed(head_dim)
+    num_blocks = 150
+    queries = torch.randn(2, 2, kv_heads * group, head_dim, device=device)
+    queries = (queries * torch.randn(head_dim, device=device).exp()).half()  # as they are: some coordinates are large
+    digests = torch.randn(num_blocks, kv_heads, parts, 2, head_dim // 2, device=device).sort(dim=3).values.to(FP8)
+    table = torch.stack([torch.randperm(num_blocks, dtype=torch.int32) for _ in range(2)]).to(device)
+    table[:, 7] = -1
+    lanes, end = torch.tensor([1, 0], device=device), torch.tensor([num_blocks, num_blocks - 30], device=device)
+    found = score_by_triton(queries, digests, table, lanes, end)
+    expected = score_by_reference(queries.float(), digests, table, lanes, end)
+    assert (found.dtype, expected.dtype) == (torch.float16, torch.float32)
+    ranked = expected > -INF
+    assert torch.equal(found > -INF, ranked)
+    squares = torch.einsum("erhd,bhd->erhb", *(x.float().square() for x in of_heads(queries, digests, head_dim)))
+    rms = (squares.mean() / head_dim).sqrt() * 2**-8 + expected[ranked].square().mean().sqrt() * 2**-11
+    assert (found.float() - expected)[ranked].square().mean().sqrt() < rms
+
+
+def of_heads(queries, digests, head_dim):
+    """Queries' slow coordinates, and for each query head the digests' averages over parts and both extremes."""
+    digests = digests.float().square().mean(dim=(2, 3)).sqrt()
+    group = queries.shape[2] // digests.shape[1]
+    return queries[..., slow(head_dim)], digests.repeat_interleave(group, dim=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter knows no NaN of 8 bits")
+def test_what_is_no_number_in_8_bits_is_ranked_last_but_ranked(device):
+    queries = torch.ones(1, 2, 1, 4, dtype=torch.float16, device=device)
+    digests = torch.zeros(4, 1, 2, 2, 2, device=device)
+    digests[2] = torch.nan
+    digests[3, :, 1] = torch.nan  # one half of it
+    table, lanes = torch.arange(4, dtype=torch.int32, device=device)[None], torch.tensor([0], device=device)
+    logits = score_by_triton(queries, digests.to(FP8), table, lanes, torch.tensor([4], device=device))
+    assert logits[0, 0, 0].tolist() == pytest.approx([-INF, math.log(2), -MOST, 0.0], rel=1e-3, abs=1e-3)
 
 
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):

@@ -110,7 +110,7 @@ class Server:
         scores, wanted, _ = rank_blocks(logits, block_slot, self.lanes, ring.start, self.num_slots - 1)
         plan = select_blocks(
             wanted[:, LOOKAHEAD],
-            scores[:, LOOKAHEAD],
+            scores,
             wanted[:, NORMAL],
             self.maps,
             self.lanes,
@@ -305,7 +305,7 @@ def test_no_operation_looks_at_what_tensors_hold():
     scores, wanted, _ = rank_blocks(logits, maps.block_slot, lanes, ring.start, slots - 1)
     q = torch.empty(6, 6, 8, device="meta")
     sparse_attention_reference(q, kv, table, maps.slot_block, lanes, rows.lengths, ring.start)
-    arguments = (wanted[:, 0], scores[:, 0], wanted[:, 1], maps, lanes, sparse, ring.start, ints(num_lanes), step, 2)
+    arguments = (wanted[:, 0], scores, wanted[:, 1], maps, lanes, sparse, ring.start, ints(num_lanes), step, 2)
     plan = select_blocks(*arguments)
     assert isinstance(plan, FetchPlan)
     fetch_blocks(plan, maps, lanes, step, host, 1, host_table, kv, table)

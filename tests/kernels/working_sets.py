@@ -115,6 +115,20 @@ def expected_logit(q, digest):
     return math.log(sum(math.exp(part) for part in parts))
 
 
+def by_head(logits):
+    """[entries, 2, heads, blocks], of logits as they are."""
+    return logits.transpose(3, 4).flatten(2, 3)
+
+
+def by_block(logits, kv_heads):
+    """The other way round, with no numbers where no head is."""
+    logits = logits.unflatten(2, (kv_heads, -1)).transpose(3, 4)
+    group = logits.shape[-1]
+    padded = logits.new_full((*logits.shape[:-1], 2 ** (group - 1).bit_length()), math.nan)
+    padded[..., :group] = logits
+    return padded[..., :group]
+
+
 def group_scores(logits, held=()):
     """[blocks] scores of a KV head's [group][blocks] logits, a lead for blocks that are held; shares of each head."""
     shares, scores = [], [0.0] * len(logits[0])
