@@ -7,6 +7,8 @@ With p_h(j) the logit that head h of a group expects in block j (score_blocks.py
     wanted   = the `count` best of each row, of equal scores the lower block first
     lacking  = mean over h of the sum of exp(p_h(j) - norm_h) over the missing j: those that the normal row wants, that
                are in no slot, and before the ring
+    worth    = what the normal row wants, but for the missing of which that mean is LEAST_SHARE or less: so a step that
+               runs again fetches few blocks for nearly all that it lacked
 
 exp(p_h(j) - norm_h) is the share of the head's attention that it may expect in block j. Half of the norm is between the
 sum of these shares, to which a head counts little whose attention is spread, and the greatest logit, which has no
@@ -25,6 +27,8 @@ from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 HELD_AHEAD = 0.5
 """Nats."""
 
+LEAST_SHARE = 0.003
+
 NUMBERS_PER_WARP = 512
 
 
@@ -32,11 +36,13 @@ class Ranking(NamedTuple):
     """scores: [entries, kv_heads, blocks] float32, of the lookahead row, -inf where not ranked
     wanted: [entries, 2 (lookahead, normal), kv_heads, blocks] bool, `count` of a row, or all ranked if they are fewer
     lacking: [entries, kv_heads] float32, of the normal row; 0 for padding
+    worth: [entries, kv_heads, blocks] bool, of the normal row
     """
 
     scores: torch.Tensor
     wanted: torch.Tensor
     lacking: torch.Tensor
+    worth: torch.Tensor
 
 
 def rank_blocks(
@@ -71,15 +77,16 @@ def rank_blocks_reference(
     wanted = keep_best_reference(scores, count)
     behind_ring = torch.arange(num_blocks, device=lanes.device) < ring_start[:, None]
     missing = wanted[:, NORMAL] & ~held & behind_ring[:, None]
-    shares = (logits[:, NORMAL] - norms[:, NORMAL]).exp_().mul_(missing[..., None])
-    return Ranking(scores[:, LOOKAHEAD].contiguous(), wanted, shares.sum(dim=2).mean(dim=2))
+    shares = (logits[:, NORMAL] - norms[:, NORMAL]).exp_().mul_(missing[..., None]).mean(dim=3)
+    worth = wanted[:, NORMAL] & (~missing | (shares > LEAST_SHARE))
+    return Ranking(scores[:, LOOKAHEAD].contiguous(), wanted, shares.sum(dim=2), worth)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "max_blocks", "count"])
 def _rank_blocks_kernel(
-    logits, block_slot, lanes, ring_start, scores, wanted, lacking, num_blocks, max_blocks, count,
-    ahead: tl.constexpr, normal: tl.constexpr, bits: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
-    members: tl.constexpr, width: tl.constexpr,
+    logits, block_slot, lanes, ring_start, scores, wanted, lacking, worth, num_blocks, max_blocks, count,
+    ahead: tl.constexpr, least_share: tl.constexpr, normal: tl.constexpr, bits: tl.constexpr, kv_heads: tl.constexpr,
+    group: tl.constexpr, members: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """One program for one row of one KV head of an entry, all of whose logits are in registers, those of a block in one
     thread. members, width: group and num_blocks, rounded up to powers of two."""
@@ -110,8 +117,10 @@ def _rank_blocks_kernel(
         missing = best & (slot < 0) & (block < tl.load(ring_start + entry))
         # Loaded again: in registers, logits would keep other programs from beginning.
         logit = tl.load(source, mask=missing[:, None] & (member < group), other=-float("inf")).to(tl.float32) * bits
-        share = tl.sum(tl.exp2(logit - norm[None, :]), 1)
-        tl.store(lacking + entry * kv_heads + head, tl.sum(share, 0) / group)
+        share = tl.sum(tl.exp2(logit - norm[None, :]), 1) / group
+        tl.store(lacking + entry * kv_heads + head, tl.sum(share, 0))
+        is_worth = best & ((share > least_share) | ~missing)
+        tl.store(worth + (entry * kv_heads + head) * num_blocks + block, is_worth.to(tl.uint8), mask=inside)
     else:
         tl.store(scores + (entry * kv_heads + head) * num_blocks + block, score, mask=inside)
 
@@ -125,10 +134,11 @@ def rank_blocks_triton(
     assert logits.stride() == (*(members * stride for stride in strides), 1), (logits.shape, logits.stride())
     wanted = logits.new_empty(entries, rows, kv_heads, num_blocks, dtype=torch.bool)
     scores = torch.empty_like(wanted[:, LOOKAHEAD], dtype=torch.float32, memory_format=torch.contiguous_format)
+    worth = torch.empty_like(scores, dtype=torch.bool)
     lacking = logits.new_empty(entries, kv_heads, dtype=torch.float32)
     _rank_blocks_kernel[(entries * rows * kv_heads,)](
-        logits, block_slot, lanes, ring_start, scores, wanted.view(torch.uint8), lacking, num_blocks, max_blocks, count,
-        HELD_AHEAD, NORMAL, BITS, kv_heads, group, members,
+        logits, block_slot, lanes, ring_start, scores, wanted.view(torch.uint8), lacking, worth.view(torch.uint8),
+        num_blocks, max_blocks, count, HELD_AHEAD, LEAST_SHARE, NORMAL, BITS, kv_heads, group, members,
         **row_shape(num_blocks, NUMBERS_PER_WARP),
     )  # fmt: skip
-    return Ranking(scores, wanted, lacking)
+    return Ranking(scores, wanted, lacking, worth)

@@ -95,8 +95,8 @@ def ranking_parts(lanes: torch.Tensor, start: torch.Tensor, maps: Any) -> Iterat
     part, logits = score_part(lanes, start, blocks)
     yield part, logits
     rank = functools.partial(rank_blocks.rank_blocks, logits, maps.block_slot, lanes, start, SLOTS - 1)
-    num_bytes = 1.0 * logits.nbytes + (2 + 2 * 4 + 4.0) * maps.block_slot.numel()
-    scores, wanted, _ = rank()
+    num_bytes = 1.0 * logits.nbytes + (3 + 2 * 4 + 4.0) * maps.block_slot.numel()
+    scores, wanted, *_ = rank()
     yield Part("rank_blocks", rank, *on_device(num_bytes), (rank_blocks, WIDTHS)), wanted
     ranking = (wanted[:, LOOKAHEAD], scores, wanted[:, NORMAL])
     allowance = torch.full((len(lanes),), KV_HEADS * CAP, dtype=torch.int32, device=DEVICE)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from minserve.kernels.fetch_accounts import COUNTERS, Accounts, Outcome, count_fetches, take_given
+from minserve.kernels.rank_blocks import Ranking
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import Ring
@@ -73,7 +74,7 @@ class Background:
         """Bytes that passes on a GPU need beside the working sets: what is wanted, and the plans, of all layers, and
         the logits, scores and lists of a few groups, and of one layer in the foreground if that recalls. Twice: those
         of graphs, and of a pass that is in none."""
-        each_layer = 2 * max_blocks + (8 + 16) * num_slots
+        each_layer = 3 * max_blocks + (8 + 16) * num_slots
         passing = 16 * max_blocks + 24 * num_slots
         heads = model.num_kv_heads * (model.num_layers * each_layer + LAYERS_AT_ONCE * passing)
         group = model.num_heads // model.num_kv_heads
@@ -87,7 +88,8 @@ class Background:
         order.begun.wait()
         entries = self._take_given(num_entries)
         order.taken.record()
-        wanted, plans, lacking = self._fetch(entries)
+        rankings, plans = self._fetch(entries)
+        lacking = torch.cat([ranked.lacking for ranked in rankings])
         counters = torch.cat([plan.counters for plan in plans]).view(len(sets.by_layer), num_entries, -1, COUNTERS)
         again, totals = outcome = Outcome(self.again[:num_entries], self.counters[:num_entries])
         count_fetches(counters, lacking.view(counters.shape[:3]), entries.lanes, self._accounts, outcome)
@@ -95,7 +97,7 @@ class Background:
             totals[:, :3] = self.recalled[:num_entries]
         order.ranked.record()
         with order.streams.finishing():
-            late = self._finish(entries, again, wanted)
+            late = self._finish(entries, again, rankings)
         by_layer = counters.sum(dim=(1, 2))[:, :4]
         order.streams.join()
         sets.late[entries.at] = late.sum(dim=0)
@@ -123,11 +125,10 @@ class Background:
         num_blocks = max(1, int(end.max())) if self._order.on_host else self._sets.host_table.shape[1]
         return Stack.of(self._sets, num_layers, lanes, num_blocks)
 
-    def _fetch(self, entries: Entries) -> tuple[list[torch.Tensor], list[FetchPlan], torch.Tensor]:
-        """What each group's lookahead rows want. Returns what is wanted, as from `rank`, the plans, and what is
-        lacking: [layers * entries, kv_heads] float32."""
+    def _fetch(self, entries: Entries) -> tuple[list[Ranking], list[FetchPlan]]:
+        """What each group's lookahead rows want."""
         sets, order = self._sets, self._order
-        wanted, plans, lacking = [], [], []
+        rankings, plans = [], []
         for number, group in enumerate(self._groups):
             stack, (start, end, caps) = self._stacked(entries, group.num_layers)
             order.attended[number].wait()
@@ -144,14 +145,13 @@ class Background:
             )
             fetching = order.streams.fetching(number)
             entries.held.extend(group.fetch(plan, stack.lanes, entries.step, stack.page_table, fetching))
-            wanted.append(ranked.wanted)
+            rankings.append(ranked)
             plans.append(plan)
-            lacking.append(ranked.lacking)
-        return wanted, plans, torch.cat(lacking)
+        return rankings, plans
 
-    def _finish(self, entries: Entries, again: torch.Tensor, ranked: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Fetches what rows lack that run again, and retires what leaves the rings, layer by layer. Returns how many
-        blocks of each layer were fetched: [layers, entries] int64."""
+    def _finish(self, entries: Entries, again: torch.Tensor, rankings: Sequence[Ranking]) -> torch.Tensor:
+        """Fetches what is worth it of what rows lack that run again, and retires what leaves the rings, layer by layer.
+        Returns how many blocks of each layer were fetched: [layers, entries] int64."""
         order, layers = self._order, len(self._sets.by_layer)
         runs_again = not order.on_host or bool(again.any())
         counters = []
@@ -160,13 +160,13 @@ class Background:
         for size, (stack, _) in entries.stacks.items():
             retiring, row = stack.repeat(entries.ring.retiring, again.to(torch.int64))
             repeated[size] = retiring, row, torch.where(row == NORMAL, stack.lanes, -1)
-        for number, (group, wanted) in enumerate(zip(self._groups, ranked, strict=True)):
+        for number, (group, ranked) in enumerate(zip(self._groups, rankings, strict=True)):
             stack, (start, _, _) = entries.stacks[group.num_layers]
             retiring, row, lanes = repeated[group.num_layers]
             order.streams.wait_for(number)
             if runs_again:
-                counters.append(self._take_all(group, stack, lanes, wanted[:, NORMAL], start, entries.step).counters)
-            group.retire(retiring, wanted, row, stack.lanes, entries.step, stack.page_table)
+                counters.append(self._take_all(group, stack, lanes, ranked.worth, start, entries.step).counters)
+            group.retire(retiring, ranked.wanted, row, stack.lanes, entries.step, stack.page_table)
             order.fetched[number].record()
         if not runs_again:
             return torch.zeros(layers, len(again), dtype=torch.int64, device=again.device)

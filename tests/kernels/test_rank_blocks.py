@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minserve.kernels.rank_blocks import rank_blocks, rank_blocks_reference, rank_blocks_triton
+from minserve.kernels.rank_blocks import LEAST_SHARE, rank_blocks, rank_blocks_reference, rank_blocks_triton
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 
 from .working_sets import Lanes, by_block, first_wanted, group_scores
@@ -47,6 +47,11 @@ def check(rank, logits, lanes, entries, count, device):
             missing = [block for block in wanted - held if block < lanes.start(lane)]  # of the normal row
             lacking = sum(own[block] for own in shares for block in missing) / group
             assert ranking.lacking[entry, head].item() == pytest.approx(lacking, rel=1e-4, abs=1e-6)
+            worth = {block for block, best in enumerate(ranking.worth[entry, head].tolist()) if best}
+            assert wanted >= worth >= wanted - set(missing)
+            for block in missing:
+                share = sum(own[block] for own in shares) / group
+                assert (block in worth) == (share > LEAST_SHARE) or share == pytest.approx(LEAST_SHARE, rel=1e-3)
 
 
 def ranked(rank, logits, lanes, entries, count, device):
@@ -133,12 +138,28 @@ def test_what_is_in_the_ring_or_wanted_by_the_lookahead_row_alone_is_not_lacking
 
 
 @BOTH
+def test_a_missing_block_is_worth_a_late_fetch_from_three_thousandths_of_the_attention_on(rank, device):
+    lanes = Lanes(0, num_lanes=1, kv_heads=1, num_slots=2)
+    lanes.ring_start, lanes.slot_block = [18], [[[0, 4]]]
+    shares = torch.tensor([[0.0029, 0.0029], [0.0058, 0.0], [0.0062, 0.0], [0.0031, 0.0031], [0.001, 0.001]])
+    logits = torch.full((1, 2, 2, 20), -INF)
+    logits[:, :, :, 1:6] = shares.log().T
+    logits[..., 6] = torch.log(1 - shares.sum(0))
+    logits[:, :, :, [4, 5]] = logits[:, :, :, [5, 4]]  # block 4, which is held, has a thousandth
+    ranking = ranked(rank, logits, lanes, [0], 20, device)
+    assert ranking.wanted[0, NORMAL, 0].nonzero().flatten().tolist() == [1, 2, 3, 4, 5, 6]
+    assert ranking.worth[0, 0].nonzero().flatten().tolist() == [3, 4, 5, 6]
+    assert ranking.lacking.item() == pytest.approx(0.999, rel=1e-4)
+
+
+@BOTH
 def test_padding_wants_and_lacks_nothing(rank, device):
     lanes = Lanes(1, num_lanes=2, kv_heads=2, num_slots=4)
     ranking = ranked(rank, torch.full((2, 2, 6, 20), -INF), lanes, [-1, -1], 3, device)
     assert ranking.scores.eq(-INF).all()
     assert not ranking.wanted.any()
     assert not ranking.lacking.any()
+    assert not ranking.worth.any()
 
 
 @BOTH

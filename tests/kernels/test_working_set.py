@@ -107,7 +107,7 @@ class Server:
         queries = torch.stack((rows[:, DRAFTS], rows[:, 0]), dim=1)
         logits = score_blocks(queries, self.digests, self.host_table, self.lanes, ring.next_start)
         block_slot = self.maps.block_slot
-        scores, wanted, _ = rank_blocks(logits, block_slot, self.lanes, ring.start, self.num_slots - 1)
+        scores, wanted, *_ = rank_blocks(logits, block_slot, self.lanes, ring.start, self.num_slots - 1)
         plan = select_blocks(
             wanted[:, LOOKAHEAD],
             scores,
@@ -302,7 +302,7 @@ def test_no_operation_looks_at_what_tensors_hold():
     assert rows.page_table.shape == (entries, columns)
     queries = torch.empty(entries, 2, 6, 8, device="meta")
     logits = score_blocks(queries, digests, host_table, lanes, ring.next_start)
-    scores, wanted, _ = rank_blocks(logits, maps.block_slot, lanes, ring.start, slots - 1)
+    scores, wanted, *_ = rank_blocks(logits, maps.block_slot, lanes, ring.start, slots - 1)
     q = torch.empty(6, 6, 8, device="meta")
     sparse_attention_reference(q, kv, table, maps.slot_block, lanes, rows.lengths, ring.start)
     arguments = (wanted[:, 0], scores, wanted[:, 1], maps, lanes, sparse, ring.start, ints(num_lanes), step, 2)
