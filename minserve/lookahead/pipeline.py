@@ -89,6 +89,7 @@ class Lookahead:
     def begin(self, lanes: torch.Tensor, lengths: torch.Tensor, places: torch.Tensor) -> SparseStep:
         """A step of these lanes, resident ones among them. lanes: [entries] int64, -1: padding; lengths, places: [rows]
         int64, from `step_inputs`."""
+        self.order.foreground()
         sets, given = self.sets, self.background.given[:, : len(lanes)]
         own = lanes.clamp_min(0)
         takes_part = (lanes >= 0) & sets.sparse[own]
@@ -105,13 +106,15 @@ class Lookahead:
         return SparseStep(self, rows, lanes, torch.where(takes_part, behind, last))
 
     def forget(self) -> None:
-        """No lane takes part in a background that is launched now. Of nobody's step, in order to record it."""
+        """No lane takes part in a background that is launched now. An empty foreground, in order to record others."""
+        self.order.foreground()
         self.background.given[LANES].fill_(-1)
-        self.order.begun.record()
+        for signal in (self.order.begun, *self.order.attended):
+            signal.record()
 
     def fetch(self, num_entries: int) -> None:
         """Launch the background of a step, when all of its layers have been."""
-        with self.order.streams.background():
+        with self.order.background():
             self.background.run(num_entries)
 
     def most_accepted(self, lanes: torch.Tensor, rows_per_entry: int) -> torch.Tensor:
