@@ -1,9 +1,13 @@
 """Records and waits of flags. That a wait waits is tested on a GPU alone: here nothing else would ever run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from minserve.kernels.flags import record_flag, wait_for_flag
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 
 def numbers(device, *values):
@@ -24,7 +28,9 @@ def test_a_record_leaves_its_number_and_who_waits_for_it_or_an_earlier_one_passe
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it would be the last that the process does on the GPU")
 @pytest.mark.parametrize("again", [7, 6])
-def test_a_number_that_does_not_rise_is_our_mistake(again, device):
+def test_a_number_that_does_not_rise_is_our_mistake(again, device, monkeypatch):
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))  # as the kernel asks for
     flag, first, second = numbers(device, 0, 7, again)
     record_flag(flag, first)
     with pytest.raises(Exception, match="recorded twice"):
