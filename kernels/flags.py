@@ -10,7 +10,7 @@ Before a record begins, the kernels before it have ended; it releases and the wa
 the kernels behind the wait begin when that has ended, with caches that hold nothing older. So neither is ever launched
 early (`launch_pdl`), nor lets others begin early. While it waits it is relaxed: an acquire empties its SM's L1.
 
-A waiting warp sleeps in between, but a program that needs all of an SM's registers or shared memory cannot have that SM.
+A waiting warp sleeps in between, but its SM is lost to programs that need all of an SM's registers or shared memory.
 """
 
 import torch

@@ -2,14 +2,12 @@
 
 Owns: the numbers of halves, on the host and on the device, and flags. Does not know: what halves do.
 
-Each half that is launched has a number, which it records in its flags. What it waits for is the number of the other half
-that was launched last before it. Only the host knows that, and what is recorded in a graph has fixed arguments: so
-whenever a half is launched, as it stands or from a graph, the host writes these numbers into the device's memory, in
-the order of the half's own stream. A half is waited for once all of it has been launched, so nothing waits in vain; and
-since no two have the same number, one that is launched for nobody, in order to compile it or to record it, is taken for
-no other.
-
-What waits has been launched after all that it waits for, in whatever order streams share the device's queues.
+Each half that is launched has a number, which it records in its flags. It waits for the number of the other half that
+was launched last before it. Only the host knows that, and what is recorded in a graph has fixed arguments: so whenever
+a half is launched, as it stands or from a graph, the host writes both numbers into the device's memory, in the order of
+the half's own stream. A half is waited for when all of it has been launched, so nothing waits in vain, also where
+streams share one queue of the device. No two have the same number, so one that is launched for nobody, to compile it or
+to record it, is taken for no other.
 """
 
 from collections.abc import Iterator

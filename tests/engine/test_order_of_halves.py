@@ -1,9 +1,9 @@
 """Signals of any kind keep the order of a step's halves, however these are launched.
 
-An engine on a CPU launches its steps, and what its signals and numbers of launches do is written down, stream by stream,
-as a GPU would be given it: recorded steps are captured and replayed. Then all of it happens again, many times, with the
-streams as far apart as chance will have it. A wait must not end before that record has happened which was launched last
-before it; and all streams come to their ends, also if the device has but one queue for all that is launched.
+An engine on a CPU launches its steps, and what its signals and numbers of launches do is written down, stream by
+stream, as a GPU would be given it: recorded steps are captured and replayed. Then all of it happens again, many times,
+with the streams as far apart as chance will have it. A wait must not end before that record has happened which was
+launched last before it; and all streams come to their ends, also if the device has but one queue for all of them.
 """
 
 import random
