@@ -5,9 +5,12 @@ Owns: the numbers of halves, on the host and on the device, and flags. Does not 
 Each half that is launched has a number, which it records in its flags. It waits for the number of the other half that
 was launched last before it. Only the host knows that, and what is recorded in a graph has fixed arguments: so whenever
 a half is launched, as it stands or from a graph, the host writes both numbers into the device's memory, in the order of
-the half's own stream. A half is waited for when all of it has been launched, so nothing waits in vain, also where
-streams share one queue of the device. No two have the same number, so one that is launched for nobody, to compile it or
-to record it, is taken for no other.
+the half's own stream. No two have the same number, so one that is launched for nobody, to compile it or to record it,
+is taken for no other.
+
+A half is waited for when all of it has been launched. CUDA knows nothing of that, but its queues begin nothing before
+what was launched earlier into the same queue, and two warps that wait leave room for any kernel; so nothing waits in
+vain, whatever streams share a queue.
 """
 
 from collections.abc import Iterator

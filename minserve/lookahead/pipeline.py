@@ -16,7 +16,7 @@ from minserve.kernels.keep_queries import keep_queries
 from minserve.kernels.sparse_rows import SparseRows, advance_ring, sparse_rows
 from minserve.lookahead.background import LANES, NEXT_START, RETIRING, START, Background
 from minserve.lookahead.layers import groups_of
-from minserve.lookahead.order import Order
+from minserve.lookahead.order import Kind, Order
 from minserve.memory.working_sets import WorkingSets
 
 
@@ -54,6 +54,7 @@ class Lookahead:
     """Makes the sparse part of steps.
 
     max_entries: of a step, padding and all. recalls: every layer has what it wants fetched before it attends.
+    order: None: that of the device, by signals of this kind; None: the usual one.
     layers_at_once: that the background ranks and fetches for in one call; None: as layers.py has it.
     background: its class, for whoever wants to watch it.
     """
@@ -65,13 +66,14 @@ class Lookahead:
         recalls: bool,
         max_entries: int | None = None,
         order: Order | None = None,
+        signals: Kind | None = None,
         layers_at_once: int | None = None,
         background: type[Background] = Background,
     ) -> None:
         self.sets, self.recalls = sets, recalls
         groups = groups_of(sets.kv.device, sets.kv.shape[0], layers_at_once)
         self.group_of = [(number, layers) for number, layers in enumerate(groups) for _ in layers]
-        self.order = order or Order.of(sets.kv.device, len(groups))
+        self.order = order or Order.of(sets.kv.device, len(groups), signals)
         room = max_entries or sets.num_lanes
         self.background = background(sets, self.order, room, groups=groups, recalls=recalls)
 

@@ -20,7 +20,7 @@ from minserve.kernels.build_digests import digest_dtype, digest_shape
 from minserve.kernels.fetch_blocks import HERE, fetch_blocks
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.lookahead.background import Background
-from minserve.lookahead.layers import LayerGroup, groups_of
+from minserve.lookahead.layers import LayerGroup
 from minserve.lookahead.order import Kind, Order
 from minserve.lookahead.pipeline import Lookahead
 from minserve.memory.host_pool import HostPool, store_block
@@ -172,8 +172,7 @@ class Rig:
             self.pages.kv, self.lanes.page_table, model.rope_table, config.rms_norm_eps, config.num_heads
         )
         room = graph_sizes(num_lanes)[-1]
-        order = Order.of(device, len(groups_of(device, config.num_layers)), signals)
-        lookahead = Lookahead(self.sets, recalls=False, max_entries=room, order=order, background=_Background)
+        lookahead = Lookahead(self.sets, recalls=False, max_entries=room, signals=signals, background=_Background)
         steps = Decode(model, context, self.lanes, self.sampler, self.drafter, lookahead)
         decode: DecodeRunner = steps
         if device.type == "cuda":
