@@ -23,7 +23,7 @@ engines() {
 
 # Small engines, several at a time.
 sparse() {
-  timeout 400 "${pytest[@]}" -n 4 tests/gpu/test_sparse_on_gpu.py >"$out/sparse.txt" 2>&1 || status=1
+  timeout 560 "${pytest[@]}" -n 4 tests/gpu/test_sparse_on_gpu.py >"$out/sparse.txt" 2>&1 || status=1
   tail -n 25 "$out/sparse.txt"
 }
 
@@ -43,6 +43,7 @@ memcheck() {
     fetch_blocks.py::test_blocks_in_8_bits_are_scaled_and_rounded_to_the_dtype_of_pages
     fetch_blocks.py::test_fetched_blocks_lie_in_their_slots_and_evicted_ones_nowhere
     filter_logits.py::test_what_is_not_allowed_does_not_count
+    flags.py::test_a_record_leaves_its_number_and_who_waits_for_it_or_an_earlier_one_passes
     fp8.py::test_the_kernel_rounds_as_the_reference_bit_by_bit
     fp8_blocks.py::test_there_and_back_costs_a_sixteenth_or_a_thousandth_of_the_scale
     gather_pages.py::test_every_head_has_its_own_keys

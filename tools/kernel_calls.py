@@ -18,6 +18,7 @@ from minserve.kernels.build_digests import build_digests_triton, digest_shape
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
 from minserve.kernels.fetch_accounts import Accounts, Outcome, count_fetches_triton, take_given_triton
 from minserve.kernels.fetch_blocks import fetch_blocks_triton
+from minserve.kernels.flags import record_flag, wait_for_flag
 from minserve.kernels.fp8 import FP8, quantize_rows_triton
 from minserve.kernels.gather_pages import gather_keys_triton
 from minserve.kernels.keep_queries import Keep
@@ -201,6 +202,8 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     yield functools.partial(count_fetches_triton, counters, counters.float(), lanes, accounts, outcome)
     cache = work.floats(LAYERS, PAGES, model.kv_heads, 2, BLOCK_SIZE, model.head_dim)
     yield functools.partial(store_blocks_triton, cache, host, lanes, lanes)
+    yield functools.partial(record_flag, empty(1), empty(1))
+    yield functools.partial(wait_for_flag, empty(1), empty(1))
 
 
 def sampling_calls(work: Work) -> Iterator[Call]:

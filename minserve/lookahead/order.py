@@ -1,20 +1,30 @@
 """What waits for what between the two halves of a step: the foreground, which computes tokens, and the background,
 which fetches for the next step.
 
-Owns: the events, and the streams of the background. Does not know: what is done on them.
+Owns: the signals, and the streams of the background. Does not know: what is done on them.
 
 The foreground of step t and the background of step t run side by side, and so do the background of t and the
 foreground of t + 1. Both are launched in the order F(t), B(t), F(t + 1), ..., the sampling of t behind B(t), and the
-events are the same for all steps, whether these are replayed from graphs or launched as they stand. On a CPU everything
-is done in the order of the calls, and no event means anything.
+signals are the same for all steps, whether these are replayed from graphs or launched as they stand. On a CPU
+everything is done in the order of the calls, and no signal means anything.
+
+On a GPU signals are events, or flags in its memory (launches.py). An event lies in the host's, so that it is late while
+fetches fill the link. But who waits for a flag is a warp on an SM.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+
+from minserve.lookahead.launches import Launches
+
+Kind = Literal["events", "mixed", "flags"]
+KIND: Kind = "events"
+"""Of a GPU's signals, until one has shown which is fastest. Mixed: flags where the foreground waits, who has nothing
+else to do then, and events where the background waits, beside products that may need all SMs."""
 
 HIGHEST_PRIORITY = -5
 """Of CUDA's streams on a Hopper GPU; others take it for the highest that they have."""
@@ -60,7 +70,7 @@ class Order:
     are read no more; and its pages are as the next step's rows read them.
     ranked: it is known whose step runs again, and what it fetches; ended: all of it.
 
-    on_host: what is computed is known to the host at once.
+    launches: for flags, if some signals are. on_host: what is computed is known to the host at once.
     """
 
     begun: Signal
@@ -71,22 +81,41 @@ class Order:
     ended: Signal
     streams: Streams
     on_host: bool
+    launches: Launches | None = None
 
     @classmethod
-    def of(cls, device: torch.device, num_groups: int) -> "Order":
-        """That of a device, with events of its own for so many groups."""
-        on_host = device.type == "cpu"
-        new = _InOrder if on_host else _CudaSignal
-        return cls(
-            begun=new(),
+    def of(cls, device: torch.device, num_groups: int, kind: Kind | None = None) -> "Order":
+        """That of a device, with signals of its own for so many groups. kind: None: the usual one."""
+        on_host, kind = device.type == "cpu", kind or KIND
+        launches = None if on_host or kind == "events" else Launches(device)
+        new: Callable[[], Signal] = _InOrder if on_host else _CudaSignal
+        new_ahead = new
+        if launches is not None:
+            new, new_ahead = launches.flag_of_background, launches.flag_of_foreground if kind == "flags" else new
+        order = cls(
+            begun=new_ahead(),
             taken=new(),
-            attended=[new() for _ in range(num_groups)],
+            attended=[new_ahead() for _ in range(num_groups)],
             fetched=[new() for _ in range(num_groups)],
             ranked=new(),
             ended=new(),
             streams=_OneAfterTheOther() if on_host else _CudaStreams(device),
             on_host=on_host,
+            launches=launches,
         )
+        if launches is not None:
+            torch.cuda.synchronize(device)
+        return order
+
+    def foreground(self) -> None:
+        """A foreground is launched now, or recorded. To be said of each that is launched, also when it is replayed."""
+        if self.launches is not None:
+            self.launches.foreground()
+
+    def background(self) -> AbstractContextManager[Any]:
+        """Within it, a background is launched, on its stream; once, and it may be recorded too."""
+        stream = self.streams.background()
+        return stream if self.launches is None else self.launches.background(stream)
 
 
 class _InOrder:

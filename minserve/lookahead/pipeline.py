@@ -17,7 +17,7 @@ from minserve.kernels.keep_queries import Keep
 from minserve.kernels.sparse_rows import LaneTables, SparseRows, begin_rows
 from minserve.lookahead.background import Background
 from minserve.lookahead.layers import groups_of
-from minserve.lookahead.order import Order
+from minserve.lookahead.order import Kind, Order
 from minserve.memory.working_sets import WorkingSets
 
 
@@ -54,6 +54,7 @@ class Lookahead:
     """Makes the sparse part of steps.
 
     max_entries: of a step, padding and all. recalls: every layer has what it wants fetched before it attends.
+    order: None: that of the device, by signals of this kind; None: the usual one.
     layers_at_once: that the background ranks and fetches for in one call; None: as layers.py has it.
     background: its class, for whoever wants to watch it.
     """
@@ -65,6 +66,7 @@ class Lookahead:
         recalls: bool,
         max_entries: int | None = None,
         order: Order | None = None,
+        signals: Kind | None = None,
         layers_at_once: int | None = None,
         background: type[Background] = Background,
     ) -> None:
@@ -72,7 +74,7 @@ class Lookahead:
         self._tables = LaneTables(sets.num_tokens, sets.ring_start, sets.sparse, sets.looks_ahead, sets.num_verified)
         groups = groups_of(sets.kv.device, sets.kv.shape[0], layers_at_once)
         self.group_of = [(number, layers) for number, layers in enumerate(groups) for _ in layers]
-        self.order = order or Order.of(sets.kv.device, len(groups))
+        self.order = order or Order.of(sets.kv.device, len(groups), signals)
         room = max_entries or sets.num_lanes
         self.background = background(sets, self.order, room, groups=groups, recalls=recalls)
 
@@ -90,6 +92,7 @@ class Lookahead:
     def begin(self, lanes: torch.Tensor, lengths: torch.Tensor, places: torch.Tensor) -> SparseStep:
         """A step of these lanes, resident ones among them. lanes: [entries] int64, -1: padding; lengths, places: [rows]
         int64, from `step_inputs`."""
+        self.order.foreground()
         sets, given = self.sets, self.background.given[:, : len(lanes)]
         rows, ahead = begin_rows(lengths, places, sets.page_table, self._tables, lanes, given, sets.num_slots)
         if self.recalls:
@@ -98,13 +101,15 @@ class Lookahead:
         return SparseStep(self, rows, lanes, ahead)
 
     def forget(self) -> None:
-        """No lane takes part in a background that is launched now. Of nobody's step, in order to record it."""
+        """No lane takes part in a background that is launched now. An empty foreground, in order to record others."""
+        self.order.foreground()
         self.background.given[0].fill_(-1)
-        self.order.begun.record()
+        for signal in (self.order.begun, *self.order.attended):
+            signal.record()
 
     def fetch(self, num_entries: int) -> None:
         """Launch the background of a step, when all of its layers have been."""
-        with self.order.streams.background():
+        with self.order.background():
             self.background.run(num_entries)
 
     def limits(self, num_entries: int) -> Limits:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from minserve.lookahead.order import Streams
+from minserve.lookahead.order import Order
 from minserve.memory.transfer import to_device
 from minserve.runner.decode import PADDING, Decode, Decoded, StepKind
 
@@ -55,10 +55,10 @@ class _Aside(NamedTuple):
     """Recorded work that is done again on the background's stream."""
 
     recorded: Replay
-    streams: Streams
+    order: Order
 
     def replay(self) -> None:
-        with self.streams.background():
+        with self.order.background():
             self.recorded.replay()
 
 
@@ -113,6 +113,8 @@ class DecodeGraphs:
         if padded != self._loaded:
             self._lane_ids[:size].copy_(to_device(padded, torch.int64, self._lane_ids.device))
             self._loaded = padded
+        if self._lookahead is not None and kind.keeps_queries:
+            self._lookahead.order.foreground()
         for part in parts:
             part.replay()
         num_rows = len(lanes) * (1 + kind.num_drafts)
@@ -142,9 +144,9 @@ class DecodeGraphs:
         assert lookahead is not None, "a plan keeps queries where no lane is ever sparse"
         if key not in self._graphs:
             self._spare_all()
-            with lookahead.order.streams.background():
+            with lookahead.order.background():
                 recorded = self._record_aside(partial(lookahead.background.run, size))
-            self._graphs[key] = _Aside(recorded, lookahead.order.streams)
+            self._graphs[key] = _Aside(recorded, lookahead.order)
         return self._graphs[key]
 
     def _spare_all(self) -> None:

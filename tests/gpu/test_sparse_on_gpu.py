@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -208,11 +209,15 @@ def undelayed(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("place", ["foreground", "attention", "background", "fetching", "finishing", "all"])
+PLACES = ["foreground", "attention", "background", "fetching", "finishing", "all"]
+
+
+@pytest.mark.parametrize(("place", "kind"), [*product(PLACES, ["events", "flags"]), ("all", "mixed")])
 @pytest.mark.parametrize(("num_drafts", "verify"), [(0, 0), (3, 2)])
-def test_nothing_that_is_late_changes_a_bit(tmp_path, undelayed, monkeypatch, place, num_drafts, verify):
+def test_nothing_that_is_late_changes_a_bit(tmp_path, undelayed, monkeypatch, place, kind, num_drafts, verify):
     options = {"run_ahead": 1, "verify_drafts": verify}
     plain, expected = undelayed(num_drafts, **options)
+    monkeypatch.setattr(order, "KIND", kind)
     with late(monkeypatch, place, cycles=400_000, seed=num_drafts):
         own = engine(tmp_path / "late", "cuda", num_drafts, plain, **options)
         assert texts(own) == expected

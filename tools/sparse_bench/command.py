@@ -37,11 +37,13 @@ import tempfile
 import time
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from minserve.errors import ConfigError
 from minserve.kernels.fp8 import FP8
+from minserve.lookahead.order import Kind
 from minserve.models.causal_lm import build_model
 from minserve.models.config import ModelConfig
 from tools.workload import SHAPES, ChildError
@@ -146,7 +148,8 @@ class Bench:
         gc.collect()
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._rig = Rig(self.base, self.sizes(point.context), num_lanes, most_drafts(self.args.drafts))
+        sizes, args = self.sizes(point.context), self.args
+        self._rig = Rig(self.base, sizes, num_lanes, most_drafts(args.drafts), args.signals)
         return self._rig
 
 
@@ -237,6 +240,7 @@ def parse_args() -> argparse.Namespace:
     add("--kv-memory", metavar="BYTES", help="such as 55e9, an 80 GB card's; all: what the GPU has")
     add("--host-gib", type=float, metavar="GIB", help="of host blocks")
     add("--host-kv-dtype", choices=("auto", "fp8"), default="auto", help="of host blocks; auto: as in pages")
+    add("--signals", choices=get_args(Kind), help="between the halves of a step: see lookahead/order.py")
     add("--budget", type=float, default=3600, metavar="SECONDS", help="no run begins that would end later")
     add("--idle", action="store_true", help="also the GPU's idle share, by the profiler")
     add("--profile", type=Path, metavar="FILE", help="append each run's kernels, by stream, to it")
