@@ -4,16 +4,15 @@ cuBLAS's programs take all registers of an SM. One that a fetch is on, with a si
 should have run there runs when all the others are done. These programs leave room for fetch_blocks.py's on every SM.
 
 Each takes an equal share of the work, whatever the number of tiles (stream-K, arXiv 2301.03598): of all pieces of
-block_k, of one tile of outputs after the other, program p does the p-th share. So each W is read from memory once, and a
-tile's sum may be shared by neighbours: then their parts, in float32, are added up by a second kernel, in order, and
-rounded once. If there are several tiles of rows, programs side by side walk the same W.
+block_k, of one tile of outputs after the other, program p does the p-th share. So W is read from memory once, and a
+tile may be shared by neighbours, each of which leaves its part of the sum in a slot. A second kernel adds the parts up,
+in float32 and in order, and rounds once. With several tiles of rows, programs side by side walk the same W.
 
 A program multiplies with all rows of its tile at once: W is the left factor, of block_n rows, since tensor cores want
 that one tall, and x the right one, whose padding is the smaller for being a sum of two powers of two.
 """
 
 from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -26,80 +25,46 @@ REGISTERS = 184
 ROWS_AT_ONCE = 64
 """That are stored; more would need more registers than the sums themselves."""
 
-NUMBERS = 1024
+ADDED_ROWS, ADDED_WIDTH = 8, 128
 """That a program of the second kernel adds up."""
 
 
 @triton.jit
-def _rows_of_weight(tile, size_out, gated: tl.constexpr, block_n: tl.constexpr):
-    """[block_n] int64: the rows of W that make a tile. gated: eight of the gate, then the eight of up that belong to
-    them, as tensor cores leave rows i and i + 8 with the same thread. Past the end the last ones are repeated."""
-    i = tl.arange(0, block_n)
-    if gated:
-        n = tl.minimum(tile * (block_n // 2) + i // 16 * 8 + i % 8, size_out - 1) + i // 8 % 2 * size_out
-    else:
-        n = tl.minimum(tile * block_n + i, size_out - 1)
-    return n.to(tl.int64)
-
-
-@triton.jit
-def _store(
-    sums, out, tile, first_row, rows, size_out, gated: tl.constexpr, block_n: tl.constexpr, block_m: tl.constexpr,
-    at_once: tl.constexpr,
-):  # fmt: skip
-    """sums: [block_n, block_m] float32, of the tile's rows of W and of rows of x from first_row on."""
+def _store_part(
+    sums, part, tile, first_row, rows, size_out, block_m: tl.constexpr, block_n: tl.constexpr, at_once: tl.constexpr
+):
+    """sums: [block_n, block_m] float32, of the tile's outputs and of rows of x from first_row on."""
     if block_m > at_once:
         half: tl.constexpr = block_m // 2
         low, high = tl.split(tl.permute(tl.reshape(sums, [block_n, 2, half]), [0, 2, 1]))
-        _store(low, out, tile, first_row, rows, size_out, gated, block_n, half, at_once)
-        _store(high, out, tile, first_row + half, rows, size_out, gated, block_n, half, at_once)
+        _store_part(low, part, tile, first_row, rows, size_out, half, block_n, at_once)
+        _store_part(high, part, tile, first_row + half, rows, size_out, half, block_n, at_once)
     else:
-        width: tl.constexpr = block_n // 2 if gated else block_n
-        if gated:
-            gate, up = tl.split(tl.permute(tl.reshape(sums, [block_n // 16, 2, 8, block_m]), [0, 2, 3, 1]))
-            sums = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [width, block_m])
-        column = tile * width + tl.arange(0, width)[:, None]
         row = first_row + tl.arange(0, block_m)[None, :]
-        at = out + row.to(tl.int64) * size_out + column
-        tl.store(at, sums.to(out.dtype.element_ty), mask=(row < rows) & (column < size_out))
-
-
-@triton.jit
-def _finish(
-    sums, bias, out, parts, slot, tile, first_row, rows, size_out, whole, has_bias: tl.constexpr, gated: tl.constexpr,
-    block_n: tl.constexpr, block_m: tl.constexpr, at_once: tl.constexpr,
-):  # fmt: skip
-    """whole: the sums are complete; else they are what goes into a slot of parts."""
-    if whole:
-        if has_bias:
-            sums += tl.load(bias + _rows_of_weight(tile, size_out, gated, block_n)).to(tl.float32)[:, None]
-        _store(sums, out, tile, first_row, rows, size_out, gated, block_n, block_m, at_once)
-    else:
-        size = size_out * 2 if gated else size_out
-        part = parts + slot.to(tl.int64) * rows * size
-        _store(sums, part, tile, first_row, rows, size, False, block_n, block_m, at_once)
+        n = tile * block_n + tl.arange(0, block_n)[:, None]
+        tl.store(part + row.to(tl.int64) * size_out + n, sums, mask=(row < rows) & (n < size_out))
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles", "share"])
 def _wide_kernel(
-    x, x_rest, weight, bias, out, parts, rows, row_tiles, size_in, size_out, share, has_bias: tl.constexpr,
-    gated: tl.constexpr, ahead: tl.constexpr, block_m: tl.constexpr, rest: tl.constexpr, block_n: tl.constexpr,
-    block_k: tl.constexpr, stages: tl.constexpr, at_once: tl.constexpr,
+    x, x_rest, weight, parts, rows, row_tiles, size_in, size_out, share, ahead: tl.constexpr, block_m: tl.constexpr,
+    rest: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
     """x, x_rest: descriptors of [rows, in], for pieces of block_m rows, and of the rest behind these, which may be 0.
-    parts: [slots, rows, outputs] float32, a tile's outputs in the order of its rows of W."""
+    parts: [slots, rows, out] float32."""
     first_row = tl.program_id(0) % row_tiles * (block_m + rest)
     number = tl.program_id(0) // row_tiles
     steps = size_in // block_k
-    tiles = tl.cdiv(size_out * 2 if gated else size_out, block_n)
     begin = number * share
-    end = tl.minimum(begin + share, tiles * steps)
-    # What does not change from tile to tile is computed again: the registers are full.
+    end = tl.minimum(begin + share, tl.cdiv(size_out, block_n) * steps)
+    # The registers are full: what does not change from tile to tile is computed again, neither by Triton before this
+    # loop nor, behind a condition that always holds, by the compilers after it.
     for tile in tl.range(begin // steps, tl.cdiv(end, steps), disable_licm=True):
-        n = _rows_of_weight(tile, size_out, gated, block_n)
-        weight_at = weight + n[:, None] * size_in + tl.arange(0, block_k)[None, :]
-        low = (tl.maximum(begin, tile * steps) - tile * steps) * block_k
-        high = (tl.minimum(end, (tile + 1) * steps) - tile * steps) * block_k
+        n = tile * block_n + tl.arange(0, block_n)
+        row_of_weight = tl.minimum(n, size_out - 1).to(tl.int64)
+        weight_at = weight + row_of_weight[:, None] * size_in + tl.arange(0, block_k)[None, :]
+        low = tl.maximum(begin - tile * steps, 0) * block_k
+        high = tl.minimum(end - tile * steps, steps) * block_k
         sums = tl.zeros([block_n, block_m], tl.float32)
         if rest > 0:
             sums_rest = tl.zeros([block_n, rest], tl.float32)
@@ -108,74 +73,72 @@ def _wide_kernel(
             sums = tl.dot(w, x.load([first_row, k]).T, sums, input_precision="ieee")
             if rest > 0:
                 sums_rest = tl.dot(w, x_rest.load([first_row + block_m, k]).T, sums_rest, input_precision="ieee")
-        slot, whole = number - tile * steps // share, high - low == size_in
-        _finish(
-            sums, bias, out, parts, slot, tile, first_row, rows, size_out, whole, has_bias, gated, block_n, block_m,
-            at_once,
-        )  # fmt: skip
-        if rest > 0:
-            _finish(
-                sums_rest, bias, out, parts, slot, tile, first_row + block_m, rows, size_out, whole, has_bias, gated,
-                block_n, rest, at_once,
-            )  # fmt: skip
+        if low < high:
+            part = parts + (number - tile * steps // share).to(tl.int64) * rows * size_out
+            _store_part(sums, part, tile, first_row, rows, size_out, block_m, block_n, at_once)
+            if rest > 0:
+                _store_part(sums_rest, part, tile, first_row + block_m, rows, size_out, rest, block_n, at_once)
     if ahead > 0:
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["rows", "steps", "share"])
-def _add_parts_kernel(
-    parts, bias, out, rows, size_out, steps, share, has_bias: tl.constexpr, gated: tl.constexpr, ahead: tl.constexpr,
-    block_n: tl.constexpr, block_m: tl.constexpr,
+@triton.jit
+def _add_parts(parts, bias, row, n, rows, size_out, steps, share, slots, has_bias: tl.constexpr, block_n: tl.constexpr):
+    """For outputs n of a row, both of which may be past the end."""
+    tile = n // block_n
+    count = ((tile + 1) * steps - 1) // share - tile * steps // share + 1
+    part = parts + row.to(tl.int64) * size_out + n
+    sums = tl.zeros(part.shape, tl.float32)
+    for slot in range(slots):
+        sums += tl.load(part, mask=(row < rows) & (n < size_out) & (slot < count), other=0.0)
+        part += rows.to(tl.int64) * size_out
+    if has_bias:
+        sums += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows", "steps", "share", "slots"])
+def _finish_kernel(
+    parts, bias, out, rows, size_out, steps, share, slots, has_bias: tl.constexpr, gated: tl.constexpr,
+    ahead: tl.constexpr, block_n: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, pieces of rows). What one program has summed is in its place already."""
-    tile, first_row = tl.program_id(0), tl.program_id(1) * block_m
+    """size_out: outputs of the product; gated: the gates, and as many that go up."""
+    row = tl.program_id(1) * height + tl.arange(0, height)[:, None]
+    n = tl.program_id(0) * width + tl.arange(0, width)[None, :]
+    size = size_out // 2 if gated else size_out
     if ahead > 0:
         tl.extra.cuda.gdc_wait()
-    count = ((tile + 1) * steps - 1) // share - tile * steps // share + 1
-    if count > 1:
-        size = size_out * 2 if gated else size_out
-        column = tile * block_n + tl.arange(0, block_n)[:, None]
-        row = first_row + tl.arange(0, block_m)[None, :]
-        part = parts + row.to(tl.int64) * size + column
-        sums = tl.zeros([block_n, block_m], tl.float32)
-        for _ in range(count):
-            sums += tl.load(part, mask=(row < rows) & (column < size), other=0.0)
-            part += rows.to(tl.int64) * size
-        if has_bias:
-            sums += tl.load(bias + _rows_of_weight(tile, size_out, gated, block_n)).to(tl.float32)[:, None]
-        _store(sums, out, tile, first_row, rows, size_out, gated, block_n, block_m, block_m)
+    result = _add_parts(parts, bias, row, n, rows, size_out, steps, share, slots, has_bias, block_n)
+    if gated:
+        up = _add_parts(parts, bias, row, n + size, rows, size_out, steps, share, slots, has_bias, block_n)
+        result = result / (1.0 + tl.exp(-result)) * up
+    tl.store(out + row.to(tl.int64) * size + n, result.to(out.dtype.element_ty), mask=(row < rows) & (n < size))
 
 
 def wide_linear_triton(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, gated: bool
 ) -> torch.Tensor:
-    """As linear_reference, or linear_silu_mul_reference if gated, for any rows; checked by the caller."""
-    rows, size_in = x.shape
-    size_out = weight.shape[0] // 2 if gated else weight.shape[0]
+    """As linear_reference, or linear_silu_mul_reference if gated, for any rows; the caller has checked the tensors."""
+    (rows, size_in), size_out = x.shape, weight.shape[0]
     block_m = 1 << (tile.block_m.bit_length() - 1)
     rest = tile.block_m - block_m
-    assert min(block_m, rest or block_m) >= 16 and rest & (rest - 1) == 0, tile
-    assert size_in % tile.block_k == 0 and (tile.splits, tile.tensor_cores) == (1, True), (size_in, tile)
-    assert weight.shape[0] % 16 == 0 or not gated, weight.shape
+    assert rest & (rest - 1) == 0 and min(block_m, rest or 16) >= 16, tile  # noqa: PT018
+    assert (size_in % tile.block_k, tile.splits, tile.tensor_cores) == (0, 1, True), (size_in, tile)
 
-    row_tiles, tiles = triton.cdiv(rows, tile.block_m), triton.cdiv(weight.shape[0], tile.block_n)
-    steps = size_in // tile.block_k
-    share = triton.cdiv(tiles * steps, max(1, tile.programs // row_tiles))
-    out = x.new_empty(rows, size_out)
-    slots = 0 if share % steps == 0 else triton.cdiv(steps - 1, share) + 1
-    parts = x.new_empty(slots, rows, weight.shape[0], dtype=torch.float32)
+    row_tiles, tiles, steps = -(-rows // tile.block_m), -(-size_out // tile.block_n), size_in // tile.block_k
+    share = -(-tiles * steps // max(1, tile.programs // row_tiles))
+    slots = -(-(steps - 1) // share) + 1
+    out = x.new_empty(rows, size_out // 2 if gated else size_out)
+    parts = x.new_empty(slots, rows, size_out, dtype=torch.float32)
     describe = import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
     pieces = (describe(x, [size, tile.block_k]) for size in (block_m, rest or block_m))
-    sizes = (rows, row_tiles, size_in, size_out, share, bias is not None, gated, tile.ahead)
+    sizes = (rows, row_tiles, size_in, size_out, share, tile.ahead)
     blocks = (block_m, rest, tile.block_n, tile.block_k, tile.num_stages, ROWS_AT_ONCE)
-    options: dict[str, Any] = {"num_warps": tile.num_warps, "maxnreg": REGISTERS}
-    _wide_kernel[(row_tiles * triton.cdiv(tiles * steps, share),)](
-        *pieces, weight, bias, out, parts, *sizes, *blocks, **options
+    _wide_kernel[(row_tiles * -(-tiles * steps // share),)](
+        *pieces, weight, parts, *sizes, *blocks, num_warps=tile.num_warps, maxnreg=REGISTERS
     )
-    if slots:
-        rows_at_once = NUMBERS // tile.block_n
-        options = {"num_warps": 4} | ({"launch_pdl": True} if tile.ahead else {})
-        _add_parts_kernel[(tiles, triton.cdiv(rows, rows_at_once))](
-            parts, bias, out, rows, size_out, steps, share, *sizes[5:], tile.block_n, rows_at_once, **options
-        )
+    sizes = (rows, size_out, steps, share, slots, bias is not None, gated, tile.ahead, tile.block_n)
+    _finish_kernel[(triton.cdiv(out.shape[1], ADDED_WIDTH), triton.cdiv(rows, ADDED_ROWS))](
+        parts, bias, out, *sizes, ADDED_ROWS, ADDED_WIDTH, **({"launch_pdl": True} if tile.ahead else {})
+    )
     return out
