@@ -132,13 +132,12 @@ def wide_linear_triton(
     parts = x.new_empty(slots, rows, size_out, dtype=torch.float32)
     describe = import_module("triton.tools.tensor_descriptor").TensorDescriptor.from_tensor
     pieces = (describe(x, [size, tile.block_k]) for size in (block_m, rest or block_m))
-    sizes = (rows, row_tiles, size_in, size_out, share, tile.ahead)
-    blocks = (block_m, rest, tile.block_n, tile.block_k, tile.num_stages, ROWS_AT_ONCE)
     _wide_kernel[(row_tiles * -(-tiles * steps // share),)](
-        *pieces, weight, parts, *sizes, *blocks, num_warps=tile.num_warps, maxnreg=REGISTERS
-    )
-    sizes = (rows, size_out, steps, share, slots, bias is not None, gated, tile.ahead, tile.block_n)
+        *pieces, weight, parts, rows, row_tiles, size_in, size_out, share, tile.ahead, block_m, rest, tile.block_n,
+        tile.block_k, tile.num_stages, ROWS_AT_ONCE, num_warps=tile.num_warps, maxnreg=REGISTERS,
+    )  # fmt: skip
     _finish_kernel[(triton.cdiv(out.shape[1], ADDED_WIDTH), triton.cdiv(rows, ADDED_ROWS))](
-        parts, bias, out, *sizes, ADDED_ROWS, ADDED_WIDTH, **({"launch_pdl": True} if tile.ahead else {})
-    )
+        parts, bias, out, rows, size_out, steps, share, slots, bias is not None, gated, tile.ahead, tile.block_n,
+        ADDED_ROWS, ADDED_WIDTH, **({"launch_pdl": True} if tile.ahead else {}),
+    )  # fmt: skip
     return out

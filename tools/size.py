@@ -18,7 +18,7 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 22550
+BUDGET_CODE_LINES = 22700
 """Lines of code outside tests/. A commit may raise it, and says why.
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
@@ -37,7 +37,7 @@ question (810). 20500: what a burst waits for, and a client that tells it from i
 somebody looks at the page (130); a crowd of long requests and one long text, timed (60). 22300: working sets on a GPU
 (500): host memory that it addresses, copies beside steps, the order of a step's two halves; and the benchmark of that
 beside vLLM (1000). 22550: the link's budget (60), ranking in two kernels, with digests that are found by it to say more
-(150), and 8-bit host blocks in the benchmark (40).
+(150), and 8-bit host blocks in the benchmark (40). 22700: products of many rows beside fetches, and their measure.
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
