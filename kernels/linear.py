@@ -9,6 +9,7 @@ On a GPU a product of few rows takes as long as reading W, once. The Triton path
 whatever it does better. A program makes some outputs of all rows and walks `in`; products are summed in float32 and
 rounded once. A tile is a way to cut the product; which one is used is a table, filled from `tools/bench_kernels.py`.
 With one tile a row's result does not depend on the other rows; another tile may differ from it in the last bit.
+Tiles with a block_m are for more rows (wide_linear.py); no table has one yet, as they have not run on a GPU.
 """
 
 from typing import Any
@@ -24,8 +25,7 @@ from minserve.kernels.wide_linear import wide_linear_triton
 CPU_FEW_ROWS = 32
 
 MAX_ROWS = 64
-"""More rows are work for cuBLAS: the product is no longer bound by reading W."""
-
+"""Of the kernels here. With more, the product is no longer bound by reading W."""
 
 # What no line is for is cuBLAS's. `python tools/bench_kernels.py linear` prints lines; the first that fits is taken.
 # Measured on an H200 at Qwen3-8B's sizes: all products of a step of 1, 4, 16 rows take 3.68, 3.84, 3.89 ms, by cuBLAS
@@ -256,14 +256,14 @@ def _options(tile: Tile) -> dict[str, Any]:
 
 
 def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
-    """As linear_reference, for up to MAX_ROWS rows."""
+    """As linear_reference, for as many rows as the tile is for."""
     return _launch(x, weight, bias, tile, gated=False)
 
 
 def linear_silu_mul_triton(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile
 ) -> torch.Tensor:
-    """As linear_silu_mul_reference, for up to MAX_ROWS rows; a program makes block_n / 2 outputs."""
+    """As linear_silu_mul_reference, for as many rows as the tile is for."""
     return _launch(x, weight, bias, tile, gated=True)
 
 

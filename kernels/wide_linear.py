@@ -6,7 +6,8 @@ should have run there runs when all the others are done. These programs leave ro
 Each takes an equal share of the work, whatever the number of tiles (stream-K, arXiv 2301.03598): of all pieces of
 block_k, of one tile of outputs after the other, program p does the p-th share. So W is read from memory once, and a
 tile may be shared by neighbours, each of which leaves its part of the sum in a slot. A second kernel adds the parts up,
-in float32 and in order, and rounds once. With several tiles of rows, programs side by side walk the same W.
+in float32 and in order, and rounds once. With several tiles of rows, programs side by side walk the same W, and shares
+are larger: then a row's last bit may depend on how many tiles there are.
 
 A program multiplies with all rows of its tile at once: W is the left factor, of block_n rows, since tensor cores want
 that one tall, and x the right one, whose padding is the smaller for being a sum of two powers of two.
@@ -122,7 +123,7 @@ def wide_linear_triton(
     (rows, size_in), size_out = x.shape, weight.shape[0]
     block_m = 1 << (tile.block_m.bit_length() - 1)
     rest = tile.block_m - block_m
-    assert rest & (rest - 1) == 0 and min(block_m, rest or 16) >= 16, tile  # noqa: PT018
+    assert all(size >= 16 and size & (size - 1) == 0 for size in (block_m, rest or block_m)), tile
     assert (size_in % tile.block_k, tile.splits, tile.tensor_cores) == (0, 1, True), (size_in, tile)
 
     row_tiles, tiles, steps = -(-rows // tile.block_m), -(-size_out // tile.block_n), size_in // tile.block_k

@@ -35,6 +35,7 @@ def fetches() -> Start:
                 copy_pieces(each, count, host, None, kv)
             return stream.record_event()
 
+    torch.cuda.synchronize()  # what it reads is written on another stream
     return start
 
 
@@ -72,11 +73,12 @@ def bench_product(clocks: list[Clock], name: str, rows: int, pool: torch.Tensor)
 def bench_wide_linear(clock: Clock) -> None:
     from minserve.kernels.linear import linear_triton
 
-    pool = random(6 * 4096 * 24576, scale=0.02)
+    pool, start = random(6 * 4096 * 24576, scale=0.02), fetches()
+    start()
     with ThreadPoolExecutor() as threads:  # which compile
-        compiling = functools.partial(linear_triton, random(272, 4096), pool[: 2**20].view(-1, 4096), None)
-        list(threads.map(compiling, [tile for rows in ROWS for tile in wide_tiles(rows)]))
-    beside = dataclasses.replace(clock, section=f"{clock.section}, fetches", start_beside=fetches())
+        multiply = functools.partial(linear_triton, random(272, 4096), pool[: 2**20].view(-1, 4096), None)
+        threads.map(multiply, [tile for rows in ROWS for tile in wide_tiles(rows)])
+    beside = dataclasses.replace(clock, section=f"{clock.section}, fetches", start_beside=start)
     print(f"{'':17}alone{'':20}beside fetches{'':13}ratio")
     for rows in ROWS:
         columns = zip(*(bench_product([clock, beside], name, rows, pool) for name in SHAPES))
