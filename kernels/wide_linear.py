@@ -61,9 +61,8 @@ def _wide_kernel(
     # The registers are full: what does not change from tile to tile is computed again, neither by Triton before this
     # loop nor, behind a condition that always holds, by the compilers after it.
     for tile in tl.range(begin // steps, tl.cdiv(end, steps), disable_licm=True):
-        n = tile * block_n + tl.arange(0, block_n)
-        row_of_weight = tl.minimum(n, size_out - 1).to(tl.int64)
-        weight_at = weight + row_of_weight[:, None] * size_in + tl.arange(0, block_k)[None, :]
+        n = tl.minimum(tile * block_n + tl.arange(0, block_n), size_out - 1).to(tl.int64)
+        weight_at = weight + n[:, None] * size_in + tl.arange(0, block_k)[None, :]
         low = tl.maximum(begin - tile * steps, 0) * block_k
         high = tl.minimum(end - tile * steps, steps) * block_k
         sums = tl.zeros([block_n, block_m], tl.float32)
