@@ -38,8 +38,8 @@ somebody looks at the page (130); a crowd of long requests and one long text, ti
 (500): host memory that it addresses, copies beside steps, the order of a step's two halves; and the benchmark of that
 beside vLLM (1000). 22550: the link's budget (60), ranking in two kernels, with digests that are found by it to say more
 (150), and 8-bit host blocks in the benchmark (40). 22750: what is done once in a sparse step by a kernel where it was a
-dozen, beside the torch that a CPU runs (70), and what ranks and selects, timed alone (40). 23050: order between a step's
-halves by flags in the GPU's memory (85), and products of many rows (190).
+dozen, beside the torch that a CPU runs (70), and what ranks and selects, timed alone (40). 23050: order between the
+halves of a step by flags in the GPU's memory (85), and products of many rows (190).
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
