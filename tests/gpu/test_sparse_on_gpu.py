@@ -208,10 +208,16 @@ def undelayed(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("place", ["foreground", "attention", "background", "fetching", "finishing", "all"])
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [
+        *((place, "float32") for place in ("foreground", "attention", "background", "fetching", "finishing", "all")),
+        ("all", "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize(("num_drafts", "verify"), [(0, 0), (3, 2)])
-def test_nothing_that_is_late_changes_a_bit(tmp_path, undelayed, monkeypatch, place, num_drafts, verify):
-    options = {"run_ahead": 1, "verify_drafts": verify}
+def test_nothing_that_is_late_changes_a_bit(tmp_path, undelayed, monkeypatch, place, dtype, num_drafts, verify):
+    options = {"run_ahead": 1, "verify_drafts": verify, "dtype": dtype}
     plain, expected = undelayed(num_drafts, **options)
     with late(monkeypatch, place, cycles=400_000, seed=num_drafts):
         own = engine(tmp_path / "late", "cuda", num_drafts, plain, **options)
