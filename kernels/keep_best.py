@@ -20,7 +20,7 @@ def row_shape(length: int, numbers_per_warp: int) -> dict[str, int]:
     """The block that holds a row, and the warps for it, as arguments of a launch. A count within a warp is one
     instruction behind the comparisons; among warps it is a barrier and more, each time."""
     width = triton.next_power_of_2(max(length, 1))
-    return {"width": width, "num_warps": min(max(width // numbers_per_warp, 1), 32)}
+    return {"width": width, "num_warps": min(max(width // numbers_per_warp, 1), 16)}
 
 
 def keep_best_reference(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ TILE_ROWS = 16
 """Of short chunks' attention."""
 LANES, PAGES, LAYERS, EPS = 256, 1024, 36, 1e-6
 MAX_DRAFTS, DRAFT_VOCAB = 8, 32000
-SLOTS, CAPS, RANKED_BLOCKS, LONG_BLOCKS = 128, (6, 128), 1024, 8192
+SLOTS, CAPS, RANKED_BLOCKS, LONG_BLOCKS = 128, (6, 128), 1024, 2048
 """Of working sets: K, what one head may fetch, and blocks that a step may rank."""
 EXAMPLE_TILES = (
     Tile(8, 64, 4, 3, tensor_cores=False),
@@ -184,7 +184,7 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     num_blocks = min(RANKED_BLOCKS, model.max_blocks)
     logits = empty_logits(queries, model.kv_heads, num_blocks)
     yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)
-    if model.max_blocks > RANKED_BLOCKS:  # groups as large as models have, and as long a text
+    if model.max_blocks > RANKED_BLOCKS:  # a large group, and twice as many
         logits = empty_logits(work.floats(entries, 2, 8 * model.kv_heads, model.head_dim), model.kv_heads, LONG_BLOCKS)
         block_slot = empty(LANES, model.kv_heads, LONG_BLOCKS, dtype=torch.int32)
         yield functools.partial(rank_blocks_triton, logits, block_slot, lanes, lanes, SLOTS - 1)
