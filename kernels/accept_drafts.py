@@ -61,8 +61,11 @@ def accept_drafts(
     assert tokens.shape == (entries * (len(tokens) // max(entries, 1)),), (tokens.shape, entries)
     assert entries <= len(tokens) <= entries * (1 + max_drafts), (len(tokens), entries, max_drafts)
     assert last_token.shape == num_tokens.shape == (num_lanes,)
-    assert limits is None or limits.again.shape == lanes.shape
-    assert limits is None or limits.sparse.shape == limits.num_verified.shape == (num_lanes,)
+    if limits is not None:
+        again, sparse, num_verified = limits
+        assert (again.shape, sparse.shape, num_verified.shape) == (lanes.shape, (num_lanes,), (num_lanes,)), again.shape
+        assert (again.dtype, sparse.dtype) == (torch.bool, torch.bool), (again.dtype, sparse.dtype)
+        assert all(tensor.is_contiguous() for tensor in (again, sparse))
     tensors = (tokens, lanes, drafts, last_token, num_tokens, lanes if limits is None else limits.num_verified)
     assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors)
     accept = accept_drafts_triton if tokens.is_cuda and entries > 0 else accept_drafts_reference

@@ -2,8 +2,8 @@
 
     allowance = min(allowance + more, most), in each layer, of who takes part; a step that runs again adds nothing, as a
                 lane has what it has for a token. Later less what is fetched, which is misses - cut
-    again     = the mean of lacking over layers and KV heads > retry_above, and the lane does not run again yet; for
-                UNSETTLED_STEPS behind a step that ran again it is > SOONER * retry_above
+    again     = the mean of lacking over layers and KV heads > retry_above, unless the lane is running again
+                already; for UNSETTLED_STEPS behind a step that ran again > SOONER * retry_above is enough
     totals    = the counters, summed over layers and heads; misses with what the lane's last step fetched late, which is
                 known when its own result is on its way
 
@@ -23,9 +23,10 @@ from minserve.kernels.masked_write import write_where
 COUNTERS = 5
 
 UNSETTLED_STEPS, SOONER = 16, 0.45
+"""Needles are found by it that one threshold loses, at the same share of steps on own text (tools/NOTES.md)."""
 
 SETTLED = 2**30
-"""Steps since a lane ran again that never did."""
+"""Steps since it ran again, of a lane that never did, or not for long."""
 
 
 class Accounts(NamedTuple):
@@ -39,6 +40,14 @@ class Accounts(NamedTuple):
     retry_above: torch.Tensor
     since_retry: torch.Tensor
     late: torch.Tensor
+
+    def check(self) -> None:
+        layers, num_lanes = self.allowance.shape
+        shapes = ((2, num_lanes), (num_lanes,), (layers, num_lanes), (num_lanes,), (num_lanes,), (num_lanes + 1,))
+        dtypes = (torch.int64, torch.int64, torch.int32, torch.float32, torch.int32, torch.int64)
+        assert tuple(table.shape for table in self) == shapes, [table.shape for table in self]
+        assert tuple(table.dtype for table in self) == dtypes, [table.dtype for table in self]
+        assert all(table.is_contiguous() for table in self)
 
 
 class Outcome(NamedTuple):
@@ -55,7 +64,8 @@ def take_given(given: torch.Tensor, accounts: Accounts, step: torch.Tensor) -> t
     Returns ([7, entries] int64, a copy of step): given; lanes with 0 in place of -1, and with num_lanes; caps.
     """
     assert (len(given), given.dtype, given.stride(1)) == (4, torch.int64, 1), (given.shape, given.dtype)
-    assert all(tensor.is_contiguous() for tensor in accounts)
+    assert (step.shape, step.dtype) == ((1,), torch.int32), (step.shape, step.dtype)
+    accounts.check()
     # Of even width, so that every row begins at 16 bytes: kernels are compiled for that.
     taken, clock = given.new_empty(7, given.shape[1] + given.shape[1] % 2)[:, : given.shape[1]], torch.empty_like(step)
     run = take_given_triton if given.is_cuda else take_given_reference
@@ -131,7 +141,8 @@ def count_fetches(
     tensors = (counters, lacking, lanes, *outcome)
     dtypes = [tensor.dtype for tensor in tensors]
     assert dtypes == [torch.int32, torch.float32, torch.int64, torch.bool, torch.int64], dtypes
-    assert all(tensor.is_contiguous() for tensor in (*tensors, *accounts))
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    accounts.check()
     run = count_fetches_triton if lanes.is_cuda else count_fetches_reference
     run(counters, lacking, lanes, accounts, outcome)
 
@@ -173,10 +184,10 @@ def _count_fetches_kernel(
     remaining = tl.load(own_allowance, mask=of_lane, other=0)
     fetched_late = tl.where(lane < 0, 0, tl.load(late + own))
     since = tl.load(since_retry + own)
-    most = tl.load(retry_above + own) * tl.where(since <= unsettled, sooner, 1.0)
+    above = tl.load(retry_above + own) * tl.where(since <= unsettled, sooner, 1.0)
 
     share = tl.sum(tl.sum(lacks, 1), 0) / (layers * heads)
-    runs_again = (lane >= 0) & (since > 0) & (share > most)
+    runs_again = (lane >= 0) & (since > 0) & (share > above)
     tl.store(again + entry, runs_again.to(tl.uint8))
     tl.store(since_retry + own, tl.where(runs_again, 0, tl.minimum(since + 1, settled)), mask=lane >= 0)
     total = tl.sum(by_layer, 0).to(tl.int64) + tl.where(counter == 1, fetched_late, 0)

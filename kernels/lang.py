@@ -26,14 +26,15 @@ def _undecorated(function: Any = None, **options: Any) -> Any:
 triton, tl = _triton()
 
 
+# log2(x), off by 2^-22 or 2 of the last bits: one instruction on a GPU, as is `tl.exp2`, where `tl.log2` takes 29, and
+# `tl.exp` 5.
 if hasattr(triton, "knobs") and not triton.knobs.runtime.interpret:
     fast_log2: Any = import_module("triton.language.extra.libdevice").fast_log2f
 else:
 
     @triton.jit
     def fast_log2(x) -> Any:
-        """log2(x), off by 2^-22 or 2 of the last bits: one instruction on a GPU, as is `tl.exp2`, where `tl.log2` takes
-        29, and `tl.exp` 5. Triton's interpreter has no such thing."""
+        """The interpreter's."""
         return tl.log2(x)
 
 

@@ -38,7 +38,7 @@ def retire_block(
     """
     entries, rows, kv_heads, num_blocks = wanted.shape
     check_slots(maps, lanes, step, kv, page_table)
-    assert (wanted.dtype, retiring.dtype, row.dtype) == (torch.bool, torch.int64, torch.int64), (wanted, retiring, row)
+    assert (wanted.dtype, retiring.dtype, row.dtype) == (torch.bool, torch.int64, torch.int64), wanted.dtype
     assert retiring.shape == row.shape == lanes.shape == (entries,), (retiring.shape, row.shape, lanes.shape)
     assert (rows, kv_heads, num_blocks <= maps.block_slot.shape[2]) == (2, kv.shape[1], True), (wanted.shape, kv.shape)
     assert all(each.is_contiguous() for each in (wanted, retiring, row))

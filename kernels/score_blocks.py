@@ -14,7 +14,8 @@ twice as long as there are slow coordinates, with u = UPPER:
 On a GPU, where queries have 16 bits, tensor cores multiply E4M3 as it is, by weights in two parts of E4M3. A head's
 weights are scaled so that the greatest is E4M3's greatest, w = scale (high + low), high being the nearest to w / scale
 and low the nearest to what is left. So a weight is off by 2^-8 of itself at most, or by 2^-19 of the greatest; as
-bfloat16 it would be by 2^-9. Wider digests are multiplied as float16, and of float32 queries all is float32.
+bfloat16 it would be by 2^-9. Hopper's tensor cores add up products of 8 bits with 13 bits or so, of the greatest
+partial sum. Wider digests are multiplied as float16, and of float32 queries all is float32.
 
 Two rows of each lane are looked at together, so that digests are read once: the lookahead row, which says what the next
 step wants, and the normal row, which says what this one would have wanted. rank_blocks.py says it of a whole group.

@@ -128,7 +128,7 @@ def begin_rows(
     assert tables.sparse.dtype == tables.looks_ahead.dtype == torch.bool
     numbers = (lengths, places, lanes, given, tables.num_tokens, tables.ring_start, tables.num_verified)
     assert all(tensor.dtype == torch.int64 for tensor in numbers), [tensor.dtype for tensor in numbers]
-    assert (page_table.dtype, given.shape, given.stride(1)) == (torch.int32, (4, entries), 1), (page_table, given.shape)
+    assert (page_table.dtype, given.shape, given.stride(1)) == (torch.int32, (4, entries), 1), given.shape
     assert 1 <= num_slots <= columns - RING, (num_slots, columns)
     assert all(tensor.is_contiguous() for tensor in (lengths, places, page_table, *tables, lanes))
     run = begin_rows_triton if lanes.is_cuda else begin_rows_reference

@@ -50,8 +50,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lookahead: whether the draft row behind the verified ones says what to fetch, or the last token's.
         None: the draft, where there is a head.
     verify_drafts: drafts that a sparse request's step accepts at most; None: 0.
-    miss_policy: what a step does without the blocks that it wants: takes what is there; runs again when many are
-        missing; or has all of them fetched in time, layer by layer.
+    miss_policy: what a step does without the blocks that it wants: takes what is there; runs again where much of its
+        attention would be theirs; or has all of them fetched in time, layer by layer.
     enforce_eager: run decode steps as they stand, not from CUDA graphs (a CPU has none).
     run_ahead: steps that are launched before the tokens of the last one are known; None: 1 on a GPU, 0 on a CPU,
         where launching is running.

@@ -61,6 +61,7 @@ def inverse_of(slot_block: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (128, 256, 512, 1024))
+LOGITS = tuple({"NUMBERS_PER_WARP": 4 * width["NUMBERS_PER_WARP"]} for width in WIDTHS)
 
 
 def random_digests(count: int, parts: int = 2) -> torch.Tensor:
@@ -97,7 +98,7 @@ def ranking_parts(lanes: torch.Tensor, start: torch.Tensor, maps: Any) -> Iterat
     rank = functools.partial(rank_blocks.rank_blocks, logits, maps.block_slot, lanes, start, SLOTS - 1)
     num_bytes = 1.0 * logits.nbytes + (3 + 2 * 4 + 4.0) * maps.block_slot.numel()
     scores, wanted, *_ = rank()
-    yield Part("rank_blocks", rank, *on_device(num_bytes), (rank_blocks, WIDTHS)), wanted
+    yield Part("rank_blocks", rank, *on_device(num_bytes), (rank_blocks, LOGITS)), wanted
     ranking = (wanted[:, LOOKAHEAD], scores, wanted[:, NORMAL])
     allowance = torch.full((len(lanes),), KV_HEADS * CAP, dtype=torch.int32, device=DEVICE)
     # As a step does: slots for all that may be wanted, and a cap for each lane.

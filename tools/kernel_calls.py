@@ -50,7 +50,7 @@ TILE_ROWS = 16
 """Of short chunks' attention."""
 LANES, PAGES, LAYERS, EPS = 256, 1024, 36, 1e-6
 MAX_DRAFTS, DRAFT_VOCAB = 8, 32000
-SLOTS, CAPS, RANKED_BLOCKS = 128, (6, 128), 1024
+SLOTS, CAPS, RANKED_BLOCKS, LONG_BLOCKS = 128, (6, 128), 1024, 2048
 """Of working sets: K, what one head may fetch, and blocks that a step may rank."""
 EXAMPLE_TILES = (
     Tile(8, 64, 4, 3, tensor_cores=False),
@@ -189,18 +189,23 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     num_blocks = min(RANKED_BLOCKS, model.max_blocks)
     logits = empty_logits(queries, model.kv_heads, num_blocks)
     yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)
+    if model.max_blocks > RANKED_BLOCKS:  # a large group, and twice as many
+        logits = empty_logits(work.floats(entries, 2, 8 * model.kv_heads, model.head_dim), model.kv_heads, LONG_BLOCKS)
+        block_slot = empty(LANES, model.kv_heads, LONG_BLOCKS, dtype=torch.int32)
+        yield functools.partial(rank_blocks_triton, logits, block_slot, lanes, lanes, SLOTS - 1)
     wanted = empty(entries, 2, model.kv_heads, num_blocks, dtype=torch.bool)
     ranking = (wanted[:, LOOKAHEAD], wanted[:, LOOKAHEAD].float().contiguous(), wanted[:, NORMAL])
     for cap, caps in product(CAPS, (None, lanes)):
         yield functools.partial(select_blocks_triton, *ranking, maps, lanes, sparse, lanes, of_lane, step, cap, caps)
-    plan = FetchPlan(*(empty(entries, model.kv_heads, size, dtype=torch.int32) for size in (CAPS[0], CAPS[0], 4)))
+    plan = FetchPlan(*(empty(entries, model.kv_heads, size, dtype=torch.int32) for size in (CAPS[0], CAPS[0], 5)))
     fetch = functools.partial(fetch_blocks_triton, plan, maps, lanes, step)
     yield functools.partial(fetch, host, 1, host_table, kv, table)
     scales = empty(*host.shape[:4], dtype=torch.float32)
     yield functools.partial(fetch, host.to(FP8), 1, host_table, kv, table, scales)
     yield functools.partial(retire_block_triton, lanes, wanted, lanes, maps, lanes, step, kv, table)
     allowance, late = empty(LAYERS, LANES, dtype=torch.int32), empty(LANES + 1)
-    accounts = Accounts(empty(2, LANES), empty(LANES), allowance, empty(LANES).float(), late.bool(), late)
+    since_retry = empty(LANES, dtype=torch.int32)
+    accounts = Accounts(empty(2, LANES), empty(LANES), allowance, empty(LANES).float(), since_retry, late)
     yield functools.partial(take_given_triton, given, accounts, step, empty(7, entries), step)
     counters, outcome = plan.counters.expand(LAYERS, *plan.counters.shape), Outcome(lanes.bool(), empty(entries, 5))
     yield functools.partial(count_fetches_triton, counters, counters.float(), lanes, accounts, outcome)

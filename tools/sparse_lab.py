@@ -14,11 +14,9 @@ from minserve.engine.core import Engine
 from minserve.engine.plan import Chunk, Demotion, Fetched, LaneSetup, Sample, SparsePolicy, StepPlan, StepResult
 from minserve.kernels.accept_drafts import Limits, accept_drafts
 from minserve.kernels.fp8 import FP8
-from minserve.kernels.rank_blocks import Ranking
 from minserve.kernels.sampling import draw
-from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import RING
-from minserve.lookahead.background import Background, Entries
+from minserve.lookahead.background import Background, Chosen, Entries
 from minserve.lookahead.pipeline import Lookahead
 from minserve.memory.host_pool import store_block
 from minserve.memory.lanes import Lanes
@@ -81,11 +79,11 @@ class WatchedBackground(Background):
     ring_start: int
     lacking: float
 
-    def _fetch(self, entries: Entries) -> tuple[list[Ranking], list[FetchPlan]]:
-        rankings, plans = super()._fetch(entries)
-        self.wanted, self.ring_start = torch.cat([ranked.wanted for ranked in rankings]), int(entries.ring.start)
-        self.lacking = float(torch.cat([ranked.lacking for ranked in rankings]).mean())
-        return rankings, plans
+    def _fetch(self, entries: Entries) -> Chosen:
+        chosen = super()._fetch(entries)
+        self.wanted, self.ring_start = torch.cat(chosen.wanted), int(entries.ring.start)
+        self.lacking = float(chosen.lacking.mean())
+        return chosen
 
 
 class SparseLab:

@@ -79,7 +79,8 @@ class SparsePolicy:
     looks_ahead: by the draft row behind those that it verifies, else by the normal row. num_verified: drafts that one
     step accepts at most. cap: blocks that a KV head of a layer takes in per step at most. retry_above: the share of
     the normal row's attention, as expected by digests, in blocks that it wants and has not (mean over layers and heads)
-    above which a step accepts nothing, fetches these, and runs again, and sooner for some steps behind it; None: never.
+    above which a step accepts nothing, fetches what matters of these, and runs again, and sooner for some steps behind
+    it; None: never.
     """
 
     looks_ahead: bool

@@ -12,7 +12,7 @@ from minserve.protocol import MAX_DRAFT_TOKENS, SparseParams
 
 RETRY_ABOVE = 0.06
 """The share of a row's attention that is lacking (kernels/rank_blocks.py) above which it runs again, and behind such a
-step sooner (kernels/fetch_accounts.py): together 2 to 3% of the steps of a text of the model's own (tools/NOTES.md)."""
+step sooner (kernels/fetch_accounts.py): about 3% of the steps of a text of the model's own (tools/NOTES.md)."""
 
 MAX_VERIFIED = MAX_DRAFT_TOKENS - 1
 """Drafts that one step accepts and drafts of the next are 15 at most, together: the ring has no room for more."""

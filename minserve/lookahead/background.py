@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from minserve.kernels.fetch_accounts import COUNTERS, Accounts, Outcome, count_fetches, take_given
-from minserve.kernels.rank_blocks import Ranking
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import Ring
@@ -41,6 +40,16 @@ class Entries(NamedTuple):
     step: torch.Tensor
     stacks: dict[int, tuple[Stack, Sequence[torch.Tensor]]]
     held: list[torch.Tensor]
+
+
+class Chosen(NamedTuple):
+    """Of each group: wanted and worth, as in `Ranking`, and what is fetched. lacking: [layers * entries, kv_heads]
+    float32, of all."""
+
+    wanted: list[torch.Tensor]
+    worth: list[torch.Tensor]
+    plans: list[FetchPlan]
+    lacking: torch.Tensor
 
 
 class Background:
@@ -88,16 +97,17 @@ class Background:
         order.begun.wait()
         entries = self._take_given(num_entries)
         order.taken.record()
-        rankings, plans = self._fetch(entries)
-        lacking = torch.cat([ranked.lacking for ranked in rankings])
-        counters = torch.cat([plan.counters for plan in plans]).view(len(sets.by_layer), num_entries, -1, COUNTERS)
-        again, totals = outcome = Outcome(self.again[:num_entries], self.counters[:num_entries])
-        count_fetches(counters, lacking.view(counters.shape[:3]), entries.lanes, self._accounts, outcome)
+        chosen = self._fetch(entries)
+        counters = torch.cat([plan.counters for plan in chosen.plans])
+        counters = counters.view(len(sets.by_layer), num_entries, -1, COUNTERS)
+        again, totals = self.again[:num_entries], self.counters[:num_entries]
+        lacking = chosen.lacking.view(counters.shape[:3])
+        count_fetches(counters, lacking, entries.lanes, self._accounts, Outcome(again, totals))
         if self._recalls:
             totals[:, :3] = self.recalled[:num_entries]
         order.ranked.record()
         with order.streams.finishing():
-            late = self._finish(entries, again, rankings)
+            late = self._finish(entries, again, chosen)
         by_layer = counters.sum(dim=(1, 2))[:, :4]
         order.streams.join()
         sets.late[entries.at] = late.sum(dim=0)
@@ -125,10 +135,10 @@ class Background:
         num_blocks = max(1, int(end.max())) if self._order.on_host else self._sets.host_table.shape[1]
         return Stack.of(self._sets, num_layers, lanes, num_blocks)
 
-    def _fetch(self, entries: Entries) -> tuple[list[Ranking], list[FetchPlan]]:
+    def _fetch(self, entries: Entries) -> Chosen:
         """What each group's lookahead rows want."""
         sets, order = self._sets, self._order
-        rankings, plans = [], []
+        wanted, worth, plans, lacking = [], [], [], []
         for number, group in enumerate(self._groups):
             stack, (start, end, caps) = self._stacked(entries, group.num_layers)
             order.attended[number].wait()
@@ -145,11 +155,13 @@ class Background:
             )
             fetching = order.streams.fetching(number)
             entries.held.extend(group.fetch(plan, stack.lanes, entries.step, stack.page_table, fetching))
-            rankings.append(ranked)
+            wanted.append(ranked.wanted)
+            worth.append(ranked.worth)
             plans.append(plan)
-        return rankings, plans
+            lacking.append(ranked.lacking)
+        return Chosen(wanted, worth, plans, torch.cat(lacking))
 
-    def _finish(self, entries: Entries, again: torch.Tensor, rankings: Sequence[Ranking]) -> torch.Tensor:
+    def _finish(self, entries: Entries, again: torch.Tensor, chosen: Chosen) -> torch.Tensor:
         """Fetches what is worth it of what rows lack that run again, and retires what leaves the rings, layer by layer.
         Returns how many blocks of each layer were fetched: [layers, entries] int64."""
         order, layers = self._order, len(self._sets.by_layer)
@@ -160,13 +172,13 @@ class Background:
         for size, (stack, _) in entries.stacks.items():
             retiring, row = stack.repeat(entries.ring.retiring, again.to(torch.int64))
             repeated[size] = retiring, row, torch.where(row == NORMAL, stack.lanes, -1)
-        for number, (group, ranked) in enumerate(zip(self._groups, rankings, strict=True)):
+        for number, (group, wanted, worth) in enumerate(zip(self._groups, chosen.wanted, chosen.worth, strict=True)):
             stack, (start, _, _) = entries.stacks[group.num_layers]
             retiring, row, lanes = repeated[group.num_layers]
             order.streams.wait_for(number)
             if runs_again:
-                counters.append(self._take_all(group, stack, lanes, ranked.worth, start, entries.step).counters)
-            group.retire(retiring, ranked.wanted, row, stack.lanes, entries.step, stack.page_table)
+                counters.append(self._take_all(group, stack, lanes, worth, start, entries.step).counters)
+            group.retire(retiring, wanted, row, stack.lanes, entries.step, stack.page_table)
             order.fetched[number].record()
         if not runs_again:
             return torch.zeros(layers, len(again), dtype=torch.int64, device=again.device)

@@ -68,7 +68,7 @@ class Order:
     """begun: the foreground has written what the background begins with; taken: the background has copied that.
     attended, fetched: of each group of layers that the background takes at once: its queries are there, and its slots
     are read no more; and its pages are as the next step's rows read them.
-    ranked: it is known whose step runs again, and what it fetches; ended: all of it.
+    ranked: it is known whose step runs again, and what is counted of it; ended: all of it.
 
     launches: for flags, if some signals are. on_host: what is computed is known to the host at once.
     """

@@ -1,6 +1,6 @@
 """What a decode step does for the working sets of its sparse lanes, as its foreground sees it.
 
-Owns: a step's rows, the queries that are kept, and how many of a lane's tokens count. Does not know: plans, sampling,
+Owns: a step's rows, which queries are kept, and what limits the tokens that count. Does not know: plans, sampling,
 models, or how blocks are chosen (background).
 
 A step begins with its rows (`begin`). Every layer first waits for what was fetched for it (`enter`), says when its
@@ -118,5 +118,6 @@ class Lookahead:
         return Limits(self.background.again[:num_entries], self.sets.sparse, self.sets.num_verified)
 
     def fetched(self, num_entries: int) -> torch.Tensor:
-        """[entries, 5] int64, the fields of `Fetched`, of the same step, behind `limits`. Overwritten by the next."""
+        """[entries, 5] int64, the fields of `Fetched`, of the same step; behind `limits`, which waits for them.
+        Overwritten by the next."""
         return self.background.counters[:num_entries]

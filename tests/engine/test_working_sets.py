@@ -8,6 +8,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import SparsePolicy
+from minserve.kernels import rank_blocks
 from minserve.kernels.fp8 import FP8
 from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from minserve.kernels.sparse_rows import RING
@@ -174,22 +175,27 @@ def test_a_background_of_few_layers_at_once_does_the_same_as_one_of_all(
     assert (num_again > 0) == (miss_policy == "retry")
 
 
-def test_a_step_with_surprises_runs_again_once_and_then_has_what_it_wants(tmp_path):
-    own = lab(tmp_path, 4)
+def test_a_step_with_surprises_runs_again_once_and_fetches_what_is_worth_it(tmp_path, monkeypatch):
+    """Of a tiny model's attention every block has its share, until so much is asked for that none has."""
+    own, num_late = lab(tmp_path, 4), []
     own.read(PROMPT, NEW)
     own.decode(), own.decode()
     own.demote(policy(retry_above=0.0))
-    for _ in range(60):
-        step = own.decode()
+    for number in range(60):
+        if number == 30:
+            monkeypatch.setattr(rank_blocks, "LEAST_SHARE", 1.0)
+        step = own.decode(refill=0)
         if step.fetched.surprises == 0:
             assert len(step.tokens) == 1
             continue
         assert step.tokens == [], "it has accepted a token without what it wanted"
+        num_late.append((number < 30, int(own.sets.late[0]) > 0))
         before = len(own.token_ids)
-        step = own.decode()
+        step = own.decode(refill=0)
         assert len(step.tokens) == 1, "it runs again once, not twice"
         assert len(own.token_ids) == before + 1
         check(own)
+    assert set(num_late) == {(True, True), (False, False)}
 
 
 def test_recall_has_all_that_a_row_wants_before_it_attends(tmp_path):
@@ -237,8 +243,9 @@ def test_a_lane_that_is_set_up_anew_is_resident(tmp_path):
     assert not own.sets.sparse[0]
 
 
-def test_a_row_that_runs_again_has_all_that_it_wanted_in_the_first_layer(tmp_path):
-    """Where its query is the same; also the block that has left the ring since, which the lookahead may not want."""
+def test_a_row_that_runs_again_has_all_that_was_worth_it_in_the_first_layer(tmp_path):
+    """Where its query is the same, and all is worth it; also the block that has left the ring since, which the
+    lookahead may not want."""
     own = lab(tmp_path, 4, 1)
     own.read(PROMPT, NEW)
     own.decode(), own.decode()
