@@ -157,11 +157,12 @@ def traced(drive: Drive) -> tuple[float, str]:
     """The GPU's idle share, and its kernels by stream, by the profiler, which makes steps a little longer."""
     from torch.profiler import ProfilerActivity, profile
 
-    from tools.gpu_trace import idle_of, intervals, kernels, stream_table
+    from tools.gpu_trace import idle_of, kernels, stream_table
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         drive.steps(TRACED_STEPS)
-    return idle_of(intervals(trace)).idle, stream_table(kernels(trace), TRACED_STEPS)
+    ran = kernels(trace)
+    return idle_of((each.start, each.end) for each in ran).idle, stream_table(ran, TRACED_STEPS)
 
 
 def run_rival(bench: Bench) -> str | None:
