@@ -154,9 +154,9 @@ class Rig:
     most_drafts: of a step; signals: as in `Order.of`. page_table: [lanes, K + 3], the lanes' pages, on the host.
     """
 
-    def __init__(self, base: Base, sizes: Sizes, num_lanes: int, most_drafts: int, signals: Kind | None = None) -> None:
+    def __init__(self, base: Base, sizes: Sizes, num_lanes: int, most_drafts: int, signals: Kind) -> None:
         config, device, dtype, model = base.config, base.device, base.dtype, base.model
-        self.base, self.sizes, self.num_lanes = base, sizes, num_lanes
+        self.base, self.sizes, self.num_lanes, self.signals = base, sizes, num_lanes, signals
         model.set_max_positions(sizes.context)
         self.pages = KVPages(config, num_lanes * sizes.pages_per_lane, dtype, device)
         for layer in self.pages.kv:
