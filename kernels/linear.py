@@ -9,23 +9,51 @@ On a GPU a product of few rows takes as long as reading W, once. The Triton path
 whatever it does better. A program makes some outputs of all rows and walks `in`; products are summed in float32 and
 rounded once. A tile is a way to cut the product; which one is used is a table, filled from `tools/bench_kernels.py`.
 With one tile a row's result does not depend on the other rows; another tile may differ from it in the last bit.
-Tiles with a block_m are for more rows (wide_linear.py); no table has one yet, as they have not run on a GPU.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from minserve.kernels.lang import tl, triton
-from minserve.kernels.linear_tiles import Choice, Tile, check_product, choose_tile
 from minserve.kernels.silu_mul import silu_mul
-from minserve.kernels.wide_linear import wide_linear_triton
 
 CPU_FEW_ROWS = 32
 
 MAX_ROWS = 64
-"""Of the kernels here. With more, the product is no longer bound by reading W."""
+"""More rows are work for cuBLAS: the product is no longer bound by reading W."""
+
+
+class Tile(NamedTuple):
+    """How the Triton path cuts a product. `in` has to be a multiple of block_k * splits.
+
+    block_n: rows of W that a program reads; block_k: how much of `in` at a time. Both are powers of two.
+    num_stages: how many pieces [block_n, block_k] of W are in flight.
+    tensor_cores: multiply with tl.dot, x padded to 16 rows; else multiply and add, for one row only.
+    splits: programs that share an output, each with its part of `in`; a second kernel adds the parts up, in order.
+    ahead: above 0, the kernel starts while the one before it still runs, and asks for so many pieces of W until that
+    one has ended (programmatic dependent launch, Hopper and later). Right behind any kernel; of most use if that one
+    lets its successor start early too.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tensor_cores: bool = True
+    splits: int = 1
+    ahead: int = 0
+
+
+class Choice(NamedTuple):
+    """A tile for up to so many rows and outputs, and inputs of at least so many."""
+
+    max_rows: int
+    max_out: int
+    tile: Tile
+    min_in: int = 0
+
 
 # What no line is for is cuBLAS's. `python tools/bench_kernels.py linear` prints lines; the first that fits is taken.
 # Measured on an H200 at Qwen3-8B's sizes: all products of a step of 1, 4, 16 rows take 3.68, 3.84, 3.89 ms, by cuBLAS
@@ -45,6 +73,15 @@ SILU_MUL_CHOICES: tuple[Choice, ...] = (
     Choice(16, 16384, Tile(128, 128, 4, 3)),
     Choice(32, 16384, Tile(128, 64, 4, 5)),
 )
+
+
+def choose_tile(choices: tuple[Choice, ...], rows: int, size_in: int, size_out: int) -> Tile | None:
+    """The tile to multiply [rows, in] with on the GPU; None where torch should."""
+    for choice in choices:
+        fits = size_in >= choice.min_in and size_in % (choice.tile.block_k * choice.tile.splits) == 0
+        if 0 < rows <= choice.max_rows and size_out <= choice.max_out and fits:
+            return choice.tile
+    return None
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -202,9 +239,7 @@ def _add_splits_kernel(
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, gated: bool) -> torch.Tensor:
-    check_product(x, weight, bias)
-    if tile.block_m:
-        return wide_linear_triton(x, weight, bias, tile, gated)
+    _check(x, weight, bias)
     rows, size_in = x.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
     has_bias = bias is not None
@@ -255,15 +290,25 @@ def _options(tile: Tile) -> dict[str, Any]:
     return options | {"launch_pdl": True} if tile.ahead else options
 
 
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    assert x.dim() == 2, x.shape
+    assert weight.dim() == 2, weight.shape
+    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+    assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+    assert x.is_contiguous(), x.stride()
+    assert weight.is_contiguous(), weight.stride()
+    assert bias is None or (bias.shape == weight.shape[:1] and bias.dtype == x.dtype and bias.is_contiguous())
+
+
 def linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
-    """As linear_reference, for as many rows as the tile is for."""
+    """As linear_reference, for up to MAX_ROWS rows."""
     return _launch(x, weight, bias, tile, gated=False)
 
 
 def linear_silu_mul_triton(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile
 ) -> torch.Tensor:
-    """As linear_silu_mul_reference, for as many rows as the tile is for."""
+    """As linear_silu_mul_reference, for up to MAX_ROWS rows; a program makes block_n / 2 outputs."""
     return _launch(x, weight, bias, tile, gated=True)
 
 

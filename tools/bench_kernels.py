@@ -1,11 +1,11 @@
 """How fast the kernels are on this GPU, beside its roofline and torch, at the shapes of Qwen3-8B in bfloat16.
 
-    python tools/bench_kernels.py linear wide_linear attention elementwise sampling prefill working_set
+    python tools/bench_kernels.py linear attention elementwise sampling prefill working_set
 
 Every figure is the median of several replays of a CUDA graph that holds many calls. Weights, keys and values are a GiB
 and more and are read in turns, so that the L2 never serves them; activations are in the L2 in a real step as well, and
-may stay there. `linear` and `wide_linear` also print lines of kernels/linear.py's tables. With OUT set, all figures are
-in $OUT/bench_kernels.json, one JSON object a line. A variant that fails, or has no time left, is inf.
+may stay there. `linear` also prints the lines of kernels/linear.py's tables. With OUT set, all figures are in
+$OUT/bench_kernels.json, one JSON object a line. A variant that fails, or has no time left, is inf.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_wide_linear import bench_wide_linear
 from bench_working_set import bench_ranking, bench_working_set
 from kernel_clock import BF16_TFLOP_S, DEVICE, READ_TB_S, Call, Clock, random, rate
 
@@ -260,7 +259,6 @@ def bench_sampling(clock: Clock) -> None:
 
 SECTIONS: dict[str, Callable[[Clock], None]] = {
     "linear": bench_linear,
-    "wide_linear": bench_wide_linear,
     "attention": bench_attention,
     "elementwise": bench_elementwise,
     "sampling": bench_sampling,

@@ -26,10 +26,11 @@ from minserve.kernels.linear import (
     LINEAR_CHOICES,
     MAX_ROWS,
     SILU_MUL_CHOICES,
+    Tile,
+    choose_tile,
     linear_silu_mul_triton,
     linear_triton,
 )
-from minserve.kernels.linear_tiles import Tile, choose_tile
 from minserve.kernels.merge_attention import merge_attention_triton
 from minserve.kernels.norm_rope_store import norm_rope_store_triton
 from minserve.kernels.rank_blocks import rank_blocks_triton
@@ -60,8 +61,6 @@ EXAMPLE_TILES = (
     Tile(64, 32, 4, 4, splits=2),
 )
 """Beside those of linear.py's tables: every kernel of it, at block sizes that divide every `in` below."""
-WIDE_TILES = (Tile(128, 64, 8, 4, block_m=192), Tile(128, 64, 8, 4, block_m=256, ahead=1))
-"""For all rows, in bfloat16: in float32 the pieces of x and W do not fit."""
 
 Call = Callable[[], object]
 
@@ -164,9 +163,6 @@ def linear_calls(work: Work) -> Iterator[Call]:
     if fused is not None and work.dtype == torch.bfloat16:  # as `linear` chooses
         yield functools.partial(linear_silu_mul_triton, x, weight, None, fused)
     yield functools.partial(linear_silu_mul_triton, x, weight, None, EXAMPLE_TILES[2])
-    if work.dtype == torch.bfloat16:
-        for op, tile in product((linear_triton, linear_silu_mul_triton), WIDE_TILES):
-            yield functools.partial(op, work.floats(work.rows, model.hidden), weight, None, tile)
 
 
 def working_set_calls(work: Work) -> Iterator[Call]:

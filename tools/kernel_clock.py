@@ -17,8 +17,6 @@ DEVICE, DTYPE = "cuda", torch.bfloat16
 REPLAYS = 5
 
 Call = Callable[[], object]
-Start = Callable[[], torch.cuda.Event]
-"""Of something that shall run beside the calls; the event is at its end."""
 
 
 @dataclasses.dataclass
@@ -29,7 +27,6 @@ class Clock:
     deadline: float
     results: TextIO | None
     stream: torch.cuda.Stream
-    start_beside: Start | None = None
 
     def time_us(self, calls: list[Call], *, work: str, variant: str, num_bytes: float = 0, flops: float = 0) -> float:
         """Microseconds a call, or infinity if it failed or the section's time is up.
@@ -41,7 +38,7 @@ class Clock:
         ideal_us = max(num_bytes / READ_TB_S / 1e6, flops / BF16_TFLOP_S / 1e6, 2.0)
         rounds = max(1, min(256 // len(calls), round(1500 / (ideal_us * len(calls)))))
         try:
-            us = graph_us(calls * rounds, self.stream, self.start_beside)
+            us = graph_us(calls * rounds, self.stream)
         except Exception as error:  # a variant that does not compile or fit is a result, too
             print(f"    {work}, {variant}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             return float("inf")
@@ -56,7 +53,7 @@ class Clock:
         return us
 
 
-def graph_us(calls: list[Call], stream: torch.cuda.Stream, start_beside: Start | None = None) -> float:
+def graph_us(calls: list[Call], stream: torch.cuda.Stream) -> float:
     """Microseconds a call when all of them are one graph: the median of its replays."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -71,14 +68,11 @@ def graph_us(calls: list[Call], stream: torch.cuda.Stream, start_beside: Start |
         finally:
             graph.capture_end()
         graph.replay()
-        ended = start_beside() if start_beside else None
         events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
         events[0].record()
         for event in events[1:]:
             graph.replay()
             event.record()
-    events[-1].synchronize()
-    assert ended is None or not ended.query(), "what should have run beside the calls ended first"
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in itertools.pairwise(events)) * 1e3 / len(calls)
 

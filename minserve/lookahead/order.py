@@ -8,23 +8,18 @@ foreground of t + 1. Both are launched in the order F(t), B(t), F(t + 1), ..., t
 signals are the same for all steps, whether these are replayed from graphs or launched as they stand. On a CPU
 everything is done in the order of the calls, and no signal means anything.
 
-On a GPU signals are events, or flags in its memory (launches.py). An event lies in the host's, so that it is late while
-fetches fill the link. But who waits for a flag is a warp on an SM.
+On a GPU signals are flags in its memory (launches.py). CUDA's events lie in the host's, so that each is late by 100 us
+and more while fetches fill the link. Who waits for a flag is a warp on an SM.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from minserve.lookahead.launches import Launches
-
-Kind = Literal["events", "mixed", "flags"]
-KIND: Kind = "events"
-"""Of a GPU's signals, until one has shown which is fastest. Mixed: flags where the foreground waits, who has nothing
-else to do then, and events where the background waits, beside products that may need all SMs."""
 
 HIGHEST_PRIORITY = -5
 """Of CUDA's streams on a Hopper GPU; others take it for the highest that they have."""
@@ -70,7 +65,7 @@ class Order:
     are read no more; and its pages are as the next step's rows read them.
     ranked: it is known whose step runs again, and what is counted of it; ended: all of it.
 
-    launches: for flags, if some signals are. on_host: what is computed is known to the host at once.
+    launches: of halves, on a GPU. on_host: what is computed is known to the host at once.
     """
 
     begun: Signal
@@ -84,14 +79,12 @@ class Order:
     launches: Launches | None = None
 
     @classmethod
-    def of(cls, device: torch.device, num_groups: int, kind: Kind | None = None) -> "Order":
-        """That of a device, with signals of its own for so many groups. kind: None: the usual one."""
-        on_host, kind = device.type == "cpu", kind or KIND
-        launches = None if on_host or kind == "events" else Launches(device)
-        new: Callable[[], Signal] = _InOrder if on_host else _CudaSignal
-        new_ahead = new
-        if launches is not None:
-            new, new_ahead = launches.flag_of_background, launches.flag_of_foreground if kind == "flags" else new
+    def of(cls, device: torch.device, num_groups: int) -> "Order":
+        """That of a device, with signals of its own for so many groups."""
+        on_host = device.type == "cpu"
+        launches = None if on_host else Launches(device)
+        new: Callable[[], Signal] = _InOrder if launches is None else launches.flag_of_background
+        new_ahead: Callable[[], Signal] = _InOrder if launches is None else launches.flag_of_foreground
         order = cls(
             begun=new_ahead(),
             taken=new(),
@@ -148,20 +141,6 @@ class _OneAfterTheOther:
 
     def synchronize(self) -> None:
         pass
-
-
-class _CudaSignal:
-    """An event that graphs may wait for without having recorded it themselves: another one did, or nobody has yet."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def record(self) -> None:
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.wait()
 
 
 class _CudaStreams:

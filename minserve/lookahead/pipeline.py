@@ -17,7 +17,7 @@ from minserve.kernels.keep_queries import Keep
 from minserve.kernels.sparse_rows import LaneTables, SparseRows, begin_rows
 from minserve.lookahead.background import Background
 from minserve.lookahead.layers import groups_of
-from minserve.lookahead.order import Kind, Order
+from minserve.lookahead.order import Order
 from minserve.memory.working_sets import WorkingSets
 
 
@@ -54,7 +54,7 @@ class Lookahead:
     """Makes the sparse part of steps.
 
     max_entries: of a step, padding and all. recalls: every layer has what it wants fetched before it attends.
-    order: None: that of the device, by signals of this kind; None: the usual one.
+    order: None: that of the device.
     layers_at_once: that the background ranks and fetches for in one call; None: as layers.py has it.
     background: its class, for whoever wants to watch it.
     """
@@ -66,7 +66,6 @@ class Lookahead:
         recalls: bool,
         max_entries: int | None = None,
         order: Order | None = None,
-        signals: Kind | None = None,
         layers_at_once: int | None = None,
         background: type[Background] = Background,
     ) -> None:
@@ -74,7 +73,7 @@ class Lookahead:
         self._tables = LaneTables(sets.num_tokens, sets.ring_start, sets.sparse, sets.looks_ahead, sets.num_verified)
         groups = groups_of(sets.kv.device, sets.kv.shape[0], layers_at_once)
         self.group_of = [(number, layers) for number, layers in enumerate(groups) for _ in layers]
-        self.order = order or Order.of(sets.kv.device, len(groups), signals)
+        self.order = order or Order.of(sets.kv.device, len(groups))
         room = max_entries or sets.num_lanes
         self.background = background(sets, self.order, room, groups=groups, recalls=recalls)
 

@@ -91,7 +91,7 @@ def test_what_is_fetched_is_what_the_sources_say(monkeypatch, tmp_path, host_dty
     torch.manual_seed(1)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["tiny"].config))
     base = rig.Base(tmp_path, torch.device("cpu"), has_head=False, host_bytes=2**20, host_dtype=host_dtype)
-    own = rig.Rig(base, base.sizes(512, 8), num_lanes=3, most_drafts=0, signals="events")
+    own = rig.Rig(base, base.sizes(512, 8), num_lanes=3, most_drafts=0)
     point = Point(3, 512, WORST, CAP, Drafts(0, 0, 1.0), fixed=True)
     measured = Drive(own, point, Lengths(warm_up=2, windows=1, steps=20)).run()
     assert (measured.full_caps, measured.late) == (1, 0)

@@ -1,4 +1,4 @@
-"""Signals of any kind keep the order of a step's halves, however these are launched.
+"""Signals keep the order of a step's halves, however these are launched.
 
 An engine on a CPU launches its steps, and what its signals and numbers of launches do is written down, stream by
 stream, as a GPU would be given it: recorded steps are captured and replayed. Then all of it happens again, many times,
@@ -39,9 +39,9 @@ class Device:
         if self.captured is not None:
             self.captured.append((name, operands))
             return
-        awaited = self.last.get(operands[0]) if "wait" in name else None
+        awaited = self.last.get(operands[0]) if name == "wait" else None
         self.launched.append((self.stream, name, operands, awaited))
-        if "record" in name:
+        if name == "record":
             self.last[operands[0]] = len(self.launched) - 1
 
     @contextmanager
@@ -63,19 +63,6 @@ class Cell:
 
     def fill_(self, value):
         self.device.launch("fill", self, value)
-
-
-class Event:
-    """Of CUDA's."""
-
-    def __init__(self, device):
-        self.device = device
-
-    def record(self):
-        self.device.launch("record event", self)
-
-    def wait(self):
-        self.device.launch("wait for event", self)
 
 
 class Streams(order._OneAfterTheOther):
@@ -117,7 +104,6 @@ def device(monkeypatch):
     monkeypatch.setattr(launches, "torch", stand_in)
     monkeypatch.setattr(launches, "record_flag", lambda *operands: device.launch("record", *operands))
     monkeypatch.setattr(launches, "wait_for_flag", lambda *operands: device.launch("wait", *operands))
-    monkeypatch.setattr(order, "_CudaSignal", lambda: Event(device))
     monkeypatch.setattr(order, "_CudaStreams", lambda _: Streams(device))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     return device
@@ -149,9 +135,7 @@ def happen(device, choose):
 
 
 def can(launched, done):
-    _, name, operands, awaited = launched
-    if name == "wait for event":
-        return awaited is None or awaited in done
+    _, name, operands, _ = launched
     return name != "wait" or operands[0].value >= operands[1].value
 
 
@@ -167,14 +151,14 @@ def do(launched, done):
         raise Violation("a wait has ended too early")
 
 
-def launched_by_an_engine(folder, device, kind, *, recorded, num_drafts=0):
+def launched_by_an_engine(folder, device, *, recorded, num_drafts=0):
     """Has an engine launch steps of all sorts."""
     options = {"draft_path": str(write_head(folder / "head")), "num_draft_tokens": num_drafts} if num_drafts else {}
     options |= {"sparse": "above", "sparse_above": 40, "host_kv": 2**22, "working_set_blocks": 3, "run_ahead": 1}
     engine = tiny_engine(folder, MODEL, max_num_seqs=LANES, max_num_batched_tokens=24, **options)
     runner = engine._runner
     sets = runner._steps.lookahead.sets
-    halves = Order.of(torch.device("cuda"), len(sets.kv), kind)
+    halves = Order.of(torch.device("cuda"), len(sets.kv))
     lookahead = Lookahead(sets, recalls=False, max_entries=LANES, order=halves, layers_at_once=1)
     runner._steps.lookahead = lookahead
     if recorded:
@@ -191,7 +175,7 @@ def launched_by_an_engine(folder, device, kind, *, recorded, num_drafts=0):
     finish(engine, *(submit(str(number), prompts[number], max_tokens=requests[number][1]) for number in range(4)))
     finish(engine, *(submit(str(number), prompts[number], max_tokens=requests[number][1]) for number in range(4, 7)))
     runner.run(StepPlan(step=0))  # of nobody
-    assert sum("wait" in name for _, name, *_ in device.launched) > 300
+    assert sum(name == "wait" for _, name, *_ in device.launched) > 300
 
 
 def every_way(device, runs=50):
@@ -220,10 +204,9 @@ def in_one_queue(device):
     happen(device, choose)
 
 
-@pytest.mark.parametrize("kind", ["events", "mixed", "flags"])
 @pytest.mark.parametrize(("recorded", "num_drafts"), [(True, 0), (True, 2), (False, 2)])
-def test_no_wait_ends_early_and_all_of_them_end(tmp_path, device, kind, recorded, num_drafts):
-    launched_by_an_engine(tmp_path, device, kind, recorded=recorded, num_drafts=num_drafts)
+def test_no_wait_ends_early_and_all_of_them_end(tmp_path, device, recorded, num_drafts):
+    launched_by_an_engine(tmp_path, device, recorded=recorded, num_drafts=num_drafts)
     in_one_queue(device)
     every_way(device)
 
@@ -286,6 +269,6 @@ def begins_without_an_end(self):
 )
 def test_mistakes_are_found(tmp_path, device, monkeypatch, owner, name, mistake, found):
     monkeypatch.setattr(owner, name, mistake)
-    launched_by_an_engine(tmp_path, device, "flags", recorded=True)
+    launched_by_an_engine(tmp_path, device, recorded=True)
     with pytest.raises(Violation, match=found):
         every_way(device)

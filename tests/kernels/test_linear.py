@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from minserve.kernels.linear import (
+    Choice,
+    Tile,
+    choose_tile,
     linear,
     linear_reference,
     linear_silu_mul,
@@ -14,7 +17,6 @@ from minserve.kernels.linear import (
     linear_silu_mul_triton,
     linear_triton,
 )
-from minserve.kernels.linear_tiles import Choice, Tile, choose_tile
 
 VECTOR = Tile(block_n=16, block_k=64, num_warps=2, num_stages=2, tensor_cores=False)
 DOT = Tile(block_n=16, block_k=64, num_warps=2, num_stages=3)
@@ -146,7 +148,6 @@ def test_the_first_choice_that_fits_is_taken():
     assert choose_tile(choices, rows=17, size_in=192, size_out=100) is None
     assert choose_tile(choices, rows=1, size_in=96, size_out=100) is None
     assert choose_tile((), rows=1, size_in=192, size_out=100) is None
-    assert choose_tile((Choice(16, 100, DOT, min_rows=9),), rows=8, size_in=192, size_out=100) is None
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,11 @@ import tempfile
 import time
 from functools import cache
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from minserve.errors import ConfigError
 from minserve.kernels.fp8 import FP8
-from minserve.lookahead.order import KIND, Kind
 from minserve.models.causal_lm import build_model
 from minserve.models.config import ModelConfig
 from tools.workload import SHAPES, ChildError
@@ -75,8 +73,7 @@ class Bench:
         self._folder, self._begin = folder, time.monotonic()
         self._base: Base | None = None
         self._rig: Rig | None = None
-        self._without: dict[tuple[Kind, Point], float] = {}
-        self.signals: Kind = KIND
+        self._without: dict[Point, float] = {}
 
     @property
     def base(self) -> Base:
@@ -134,24 +131,22 @@ class Bench:
                     file.write(f"{point}, {TRACED_STEPS} steps\n\n{table}\n\n")
         same = point._replace(drift=NONE)
         if point.drift == NONE:
-            self._without[self.signals, same] = measured.step_ms
-        without = self._without.get((self.signals, same))
-        self.add(row_of(point, measured, rig.sizes, without) | {"idle": idle, "signals": self.signals})
+            self._without[same] = measured.step_ms
+        without = self._without.get(same)
+        self.add(row_of(point, measured, rig.sizes, without) | {"idle": idle})
         if point.drift == WORST and measured.full_caps < 1:
             print(f"NOT the worst case: only {measured.full_caps:.2%} of the caps were taken", flush=True)
 
     def _rig_for(self, point: Point, num_lanes: int) -> Rig:
         rig = self._rig
-        same = rig is not None and (rig.sizes.context, rig.signals) == (point.context, self.signals)
-        if rig is not None and same and rig.num_lanes >= point.requests:
+        if rig is not None and (rig.sizes.context, rig.num_lanes >= point.requests) == (point.context, True):
             return rig
         self._rig = rig = None
         self.base.move_to(None)
         gc.collect()
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
-        sizes, drafts = self.sizes(point.context), most_drafts(self.args.drafts)
-        self._rig = Rig(self.base, sizes, num_lanes, drafts, self.signals)
+        self._rig = Rig(self.base, self.sizes(point.context), num_lanes, most_drafts(self.args.drafts))
         return self._rig
 
 
@@ -204,22 +199,15 @@ def run_ours(bench: Bench) -> None:
         print(f"fetches alone: {base.link_bytes_s / 1e9:.1f} GB/s")
     memory = bench.memory_bytes()
     num_fitting = cache(lambda context: bench.sizes(context).num_fitting(memory))
-    wanted, kinds = list(points(args, num_fitting)), args.signals
+    wanted = list(points(args, num_fitting))
     for context in dict.fromkeys(point.context for point in wanted):
         print_memory(bench, context, num_fitting(context))
-    expected = len(kinds) * estimate_s(wanted, bench.sizes, args)
-    print(f"{len(kinds) * len(wanted)} runs, about {expected:.0f} s of {bench.left_s:.0f} that are left", flush=True)
+    expected = estimate_s(wanted, bench.sizes, args)
+    print(f"{len(wanted)} runs, about {expected:.0f} s of {bench.left_s:.0f} that are left", flush=True)
     print(line(None), flush=True)
-    for bench.signals in kinds:
-        if len(kinds) > 1:
-            print(f"signals: {bench.signals}", flush=True)
-        run_points(bench, wanted)
-
-
-def run_points(bench: Bench, wanted: list[Point]) -> None:
     for position, point in enumerate(wanted):
         sizes = bench.sizes(point.context)
-        if (needed := expected_s(point, sizes, lengths_of(bench.args, point))) > bench.left_s:
+        if (needed := expected_s(point, sizes, lengths_of(args, point))) > bench.left_s:
             print(f"no time: {point.requests} x {point.context}, {point.drift} ({needed:.0f} s)", flush=True)
             continue
         same = (each.requests for each in wanted[position:] if each.context == point.context)
@@ -250,13 +238,6 @@ def parse_args() -> argparse.Namespace:
     add("--kv-memory", metavar="BYTES", help="such as 55e9, an 80 GB card's; all: what the GPU has")
     add("--host-gib", type=float, metavar="GIB", help="of host blocks")
     add("--host-kv-dtype", choices=("auto", "fp8"), default="auto", help="of host blocks; auto: as in pages")
-    add(
-        "--signals",
-        nargs="+",
-        choices=get_args(Kind),
-        default=[KIND],
-        help="between the halves of a step: see lookahead/order.py",
-    )
     add("--budget", type=float, default=3600, metavar="SECONDS", help="no run begins that would end later")
     add("--idle", action="store_true", help="also the GPU's idle share, by the profiler")
     add("--profile", type=Path, metavar="FILE", help="append each run's kernels, by stream, to it")

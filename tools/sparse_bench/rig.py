@@ -22,7 +22,7 @@ from minserve.kernels.fetch_blocks import HERE, fetch_blocks
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.lookahead.background import Background
 from minserve.lookahead.layers import LayerGroup
-from minserve.lookahead.order import Kind, Order
+from minserve.lookahead.order import Order
 from minserve.lookahead.pipeline import Lookahead
 from minserve.memory.host_pool import HostPool, store_block
 from minserve.memory.lanes import Lanes
@@ -151,12 +151,12 @@ class Base:
 class Rig:
     """Pages, lanes and working sets for so many requests of one length, and a runner on them.
 
-    most_drafts: of a step; signals: as in `Order.of`. page_table: [lanes, K + 3], the lanes' pages, on the host.
+    most_drafts: of a step. page_table: [lanes, K + 3], the lanes' pages, on the host.
     """
 
-    def __init__(self, base: Base, sizes: Sizes, num_lanes: int, most_drafts: int, signals: Kind) -> None:
+    def __init__(self, base: Base, sizes: Sizes, num_lanes: int, most_drafts: int) -> None:
         config, device, dtype, model = base.config, base.device, base.dtype, base.model
-        self.base, self.sizes, self.num_lanes, self.signals = base, sizes, num_lanes, signals
+        self.base, self.sizes, self.num_lanes = base, sizes, num_lanes
         model.set_max_positions(sizes.context)
         self.pages = KVPages(config, num_lanes * sizes.pages_per_lane, dtype, device)
         for layer in self.pages.kv:
@@ -173,7 +173,7 @@ class Rig:
             self.pages.kv, self.lanes.page_table, model.rope_table, config.rms_norm_eps, config.num_heads
         )
         room = graph_sizes(num_lanes)[-1]
-        lookahead = Lookahead(self.sets, recalls=False, max_entries=room, signals=signals, background=_Background)
+        lookahead = Lookahead(self.sets, recalls=False, max_entries=room, background=_Background)
         steps = Decode(model, context, self.lanes, self.sampler, self.drafter, lookahead)
         decode: DecodeRunner = steps
         if device.type == "cuda":
