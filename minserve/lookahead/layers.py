@@ -3,8 +3,8 @@ layer has its own maps.
 
 Owns: where the tables of some layers are, and the numbers of their lanes. Does not know: what the stages are for.
 
-On a GPU a group is a few layers: its stages run while the next ones still compute, and every event between the two
-costs the foreground time, more so while the link is busy. On a CPU, where the calls themselves cost, it is all layers.
+On a GPU a group is a few layers: its stages run while the next ones still compute, and every signal between the two
+costs the foreground some time. On a CPU, where the calls themselves cost, it is all layers.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,8 @@ foreground of t + 1. Both are launched in the order F(t), B(t), F(t + 1), ..., t
 signals are the same for all steps, whether these are replayed from graphs or launched as they stand. On a CPU
 everything is done in the order of the calls, and no signal means anything.
 
-On a GPU signals are flags in its memory (launches.py). CUDA's events lie in the host's, so that each is late by 100 us
-and more while fetches fill the link. Who waits for a flag is a warp on an SM.
+On a GPU signals are flags in its memory (launches.py). CUDA's events lie in the host's, so that they are late while
+fetches fill the link (tools/NOTES.md, "On a GPU"). What waits for a flag is one warp, on an SM.
 """
 
 from collections.abc import Callable, Iterator, Sequence
