@@ -163,16 +163,16 @@ def _list_copies_kernel(
 
 
 @triton.jit
-def _load_copy(copies, number, last):
-    """(source, target), or of none (0, 0)."""
+def _load_copy(copies, number, count):
+    """(source, target), behind the last of them (0, 0)."""
     at = copies + 2 * number
-    return tl.load(at, mask=number < last, other=0), tl.load(at + 1, mask=number < last, other=0)
+    return tl.load(at, mask=number < count, other=0), tl.load(at + 1, mask=number < count, other=0)
 
 
 @triton.jit
-def _load_piece(host, scales, source, offset, size, known, has_scales: tl.constexpr):
-    """(what is there, the scales of its K and V). known: size, or 0 to read nothing."""
-    content = tl.load(host + source * size + offset, mask=offset < known)
+def _load_piece(host, scales, source, is_wanted, offset, size: tl.constexpr, has_scales: tl.constexpr):
+    """(what is there, the scales of its K and V); if it is not wanted, nothing is read of the host's memory."""
+    content = tl.load(host + source * size + offset, mask=offset < tl.where(is_wanted, size, 0))
     if has_scales:
         return content, tl.load(scales + 2 * source), tl.load(scales + 2 * source + 1)
     return content, 1.0, 1.0
@@ -185,16 +185,14 @@ def _copy_kernel(
     """size: of one head's K and V of a block; width: rounded up to a power of two. A program reads one piece while
     another is on its way, and knows where the next one is: what takes time is to wait, the more so beside products."""
     offset = tl.arange(0, width)
-    first, last, step = tl.program_id(0), tl.load(num_copies), tl.num_programs(0)
-    source, target = _load_copy(copies, first, last)
-    content, k_scale, v_scale = _load_piece(
-        host, scales, source, offset, size, tl.where(first < last, size, 0), has_scales
-    )
-    source, next_target = _load_copy(copies, first + step, last)
-    for number in range(first, last, step):
-        known = tl.where(number + step < last, size, 0)
-        coming, next_k, next_v = _load_piece(host, scales, source, offset, size, known, has_scales)
-        source, target_after = _load_copy(copies, number + 2 * step, last)
+    first, count, step = tl.program_id(0), tl.load(num_copies), tl.num_programs(0)
+    source, target = _load_copy(copies, first, count)
+    content, k_scale, v_scale = _load_piece(host, scales, source, first < count, offset, size, has_scales)
+    source, next_target = _load_copy(copies, first + step, count)
+    for number in range(first, count, step):
+        is_more = number + step < count
+        coming, next_k, next_v = _load_piece(host, scales, source, is_more, offset, size, has_scales)
+        source, target_after = _load_copy(copies, number + 2 * step, count)
         if has_scales:
             scale = tl.where(offset < size // 2, k_scale, v_scale)
             content = (content.to(tl.float32) * scale).to(kv.dtype.element_ty)

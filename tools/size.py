@@ -39,7 +39,7 @@ somebody looks at the page (130); a crowd of long requests and one long text, ti
 beside vLLM (1000). 22550: the link's budget (60), ranking in two kernels, with digests that are found by it to say more
 (150), and 8-bit host blocks in the benchmark (40). 22750: what is done once in a sparse step by a kernel where it was a
 dozen, beside the torch that a CPU runs (70), and what ranks and selects, timed alone (40). 22850: order between the
-halves of a step by flags in the GPU's memory (80).
+halves of a step by flags in the GPU's memory (80), and fetches with two blocks under way (20).
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

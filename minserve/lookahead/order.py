@@ -83,8 +83,10 @@ class Order:
         """That of a device, with signals of its own for so many groups."""
         on_host = device.type == "cpu"
         launches = None if on_host else Launches(device)
-        new: Callable[[], Signal] = _InOrder if launches is None else launches.flag_of_background
-        new_ahead: Callable[[], Signal] = _InOrder if launches is None else launches.flag_of_foreground
+        new: Callable[[], Signal] = _InOrder
+        new_ahead: Callable[[], Signal] = _InOrder
+        if launches is not None:
+            new, new_ahead = launches.flag_of_background, launches.flag_of_foreground
         order = cls(
             begun=new_ahead(),
             taken=new(),

@@ -123,7 +123,7 @@ def happen(device, choose):
     at, done = dict.fromkeys(queues, 0), set()
     while True:
         heads = {stream: queue[at[stream]] for stream, queue in queues.items() if at[stream] < len(queue)}
-        able = {stream: number for stream, number in heads.items() if can(device.launched[number], done)}
+        able = {stream: number for stream, number in heads.items() if can(device.launched[number])}
         if not heads:
             return
         if not able:
@@ -134,7 +134,7 @@ def happen(device, choose):
         at[stream] += 1
 
 
-def can(launched, done):
+def can(launched):
     _, name, operands, _ = launched
     return name != "wait" or operands[0].value >= operands[1].value
 
