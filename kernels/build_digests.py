@@ -13,21 +13,49 @@ The keys are those after RoPE, as they stand in pages. Neither extreme can be un
 summarized when it is full and all of its tokens are accepted.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from minserve.config import BLOCK_SIZE
 from minserve.kernels.fp8 import CAPABILITY, FP8, FP8_MAX
 from minserve.kernels.lang import tl, triton
 from minserve.kernels.masked_write import write_where
 
-PARTS = 2
-"""Of a block, each with extremes of its own."""
+LEVELS = 4
+"""Of a coordinate of a key, between the least and the greatest of its block: 2 bits."""
 
 
-def digest_shape(kv_heads: int, head_dim: int) -> tuple[int, int, int, int]:
-    """Of one block: [kv_heads, parts, 2 (min, max), slow coordinates]."""
-    return kv_heads, PARTS, 2, head_dim // 2
+class Digests(NamedTuple):
+    """Of blocks, one layer's or those of several.
+
+    extremes: [places, kv_heads, 2 (min, max), slow coordinates], numbers of E4M3
+    keys: [places, kv_heads, 16 (tokens), slow coordinates / 4] uint8, levels: those of coordinates i, i + n, i + 2 n and
+        i + 3 n are in byte i, n being as many as there are bytes, from the lowest bits up
+    """
+
+    extremes: torch.Tensor
+    keys: torch.Tensor
+
+    def check(self, kv_heads: int, head_dim: int) -> None:
+        assert self.extremes.shape[1:] == extremes_shape(kv_heads, head_dim), (self.extremes.shape, kv_heads, head_dim)
+        assert self.keys.shape == (len(self.extremes), *digest_shapes(kv_heads, head_dim)[1]), self.keys.shape
+        assert self.keys.dtype == torch.uint8, self.keys.dtype
+        assert all(table.is_contiguous() for table in self)
+
+    def view_all(self) -> "Digests":
+        """Of [layers, places, ...] each, those of one layer behind those of the layer before."""
+        return Digests(*(table.flatten(0, 1) for table in self))
+
+
+def extremes_shape(kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """Of one block: [kv_heads, 2 (min, max), slow coordinates]."""
+    return kv_heads, 2, head_dim // 2
+
+
+def digest_shapes(kv_heads: int, head_dim: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Of one block, of extremes and of keys."""
+    return extremes_shape(kv_heads, head_dim), (kv_heads, BLOCK_SIZE, -(-head_dim // 8))
 
 
 def digest_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -45,28 +73,48 @@ def slow_coordinates(x: torch.Tensor) -> torch.Tensor:
     return x.view(*x.shape[:-1], 2, 2, quarter)[..., 1, :].flatten(-2)
 
 
-def build_digests(kv: torch.Tensor, digests: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> None:
+def build_digests(kv: torch.Tensor, digests: Digests, pages: torch.Tensor, places: torch.Tensor) -> None:
     """Writes the digests of some pages to their places.
 
     kv: [pages, kv_heads, 2 (K, V), 16, head_dim], one layer's; head_dim is a multiple of 4
-    digests: [places, kv_heads, 2 (parts), 2 (min, max), head_dim / 2], one layer's, float8_e4m3fn or wider
+    digests: one layer's; extremes are float8_e4m3fn or wider
     pages, places: [n] int64, no place twice; place -1: nothing is read or written. All contiguous.
     """
     _, kv_heads, sides, _, head_dim = kv.shape
     assert (sides, head_dim % 4) == (2, 0), kv.shape
-    assert digests.shape[1:] == digest_shape(kv_heads, head_dim), (digests.shape, kv.shape)
+    digests.check(kv_heads, head_dim)
     assert pages.shape == places.shape == (len(pages),), (pages.shape, places.shape)
     assert pages.dtype == places.dtype == torch.int64, (pages.dtype, places.dtype)
-    assert all(tensor.is_contiguous() for tensor in (kv, digests, pages, places))
+    assert all(tensor.is_contiguous() for tensor in (kv, pages, places))
     run = build_digests_triton if kv.is_cuda else build_digests_reference
     run(kv, digests, pages, places)
 
 
-def build_digests_reference(kv: torch.Tensor, digests: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> None:
+def build_digests_reference(kv: torch.Tensor, digests: Digests, pages: torch.Tensor, places: torch.Tensor) -> None:
     valid = places >= 0
-    keys = slow_coordinates(kv[torch.where(valid, pages, 0), :, 0]).unflatten(2, (PARTS, -1))
-    extremes = torch.stack(torch.aminmax(keys, dim=3), dim=3)
-    write_where(digests, places, extremes.clamp_(-FP8_MAX, FP8_MAX).to(FP8).to(digests.dtype), valid)
+    keys = slow_coordinates(kv[torch.where(valid, pages, 0), :, 0])
+    extremes = torch.stack(torch.aminmax(keys, dim=2), dim=2).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    least, most = extremes.to(torch.float32).unsqueeze(2).unbind(3)
+    above, span = keys.to(torch.float32) - least, most - least
+    levels = sum((above * 6 > span * odd).to(torch.uint8) for odd in (1, 3, 5))
+    write_where(digests.extremes, places, extremes.to(digests.extremes.dtype), valid)
+    write_where(digests.keys, places, pack_levels(levels), valid)
+
+
+def pack_levels(levels: torch.Tensor) -> torch.Tensor:
+    """[..., slow coordinates] uint8, as bytes of `Digests`."""
+    size = levels.shape[-1]
+    quarters = torch.nn.functional.pad(levels, (0, -size % 4)).unflatten(-1, (4, -1))
+    return (quarters << shifts(levels.device)).sum(dim=-2, dtype=torch.uint8)
+
+
+def unpack_levels(keys: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., size] uint8: the other way round."""
+    return ((keys.unsqueeze(-2) >> shifts(keys.device)) & (LEVELS - 1)).flatten(-2)[..., :size]
+
+
+def shifts(device: torch.device) -> torch.Tensor:
+    return torch.arange(0, 8, 2, dtype=torch.uint8, device=device)[:, None]
 
 
 @triton.jit

@@ -13,15 +13,17 @@ and waits for the device: nobody demotes in every step.
 
 import torch
 
-from minserve.kernels.build_digests import build_digests
+from minserve.kernels.build_digests import Digests, build_digests
 from minserve.kernels.rank_blocks import rank_blocks
-from minserve.kernels.score_blocks import LOOKAHEAD, score_blocks
+from minserve.kernels.score_blocks import LOOKAHEAD
+from minserve.kernels.score_keys import expect_in_blocks
 from minserve.kernels.select_blocks import SlotMaps
+from minserve.kernels.shortlist_blocks import shortlist_length
 
 
 def rank_for_demotion(
     kv: torch.Tensor,
-    digests: torch.Tensor,
+    digests: Digests,
     block_slot: torch.Tensor,
     query: torch.Tensor,
     pages: torch.Tensor,
@@ -31,15 +33,15 @@ def rank_for_demotion(
     """Builds the digests of a lane's blocks [0, start), and says which of them each head wants: block 0 and `count` - 1
     others, [layers, kv_heads, start] bool.
 
-    kv: [layers, pages, kv_heads, 2 (K, V), 16, head_dim]; digests: [layers, places, *digest_shape]
+    kv: [layers, pages, kv_heads, 2 (K, V), 16, head_dim]; digests: of [layers, places, ...]
     block_slot: [layers, kv_heads, max_blocks] int32, of the lane: -1, nothing is in a slot
     query: [layers, heads, head_dim], of the row that ranks; pages, places: [start] int64, start > 0.
     """
     num_layers, num_pages = kv.shape[:2]
-    num_places, start, device = digests.shape[1], len(pages), kv.device
+    num_places, start, device = digests.extremes.shape[1], len(pages), kv.device
     lanes = torch.arange(num_layers, device=device)
     layer = lanes[:, None]
-    flat = digests.view(-1, *digests.shape[2:])
+    flat = digests.view_all()
     own = (layer * num_places + places).contiguous()
     build_digests(kv.view(-1, *kv.shape[2:]), flat, (layer * num_pages + pages).flatten(), own.flatten())
     # On a GPU as wide as in all steps, for which the kernels have been compiled.
@@ -47,7 +49,7 @@ def rank_for_demotion(
     table[:, :start] = own
     end = torch.full_like(lanes, start)
     queries = query[:, None].expand(-1, 2, -1, -1).contiguous()
-    logits = score_blocks(queries, flat, table, lanes, end)
+    logits = expect_in_blocks(queries, flat, table, lanes, end, shortlist_length(count))
     wanted = rank_blocks(logits, block_slot, lanes, end, count - 1).wanted[:, LOOKAHEAD, :, :start].contiguous()
     wanted[..., 0] = True
     return wanted

@@ -22,7 +22,7 @@ from minserve.kernels.masked_write import write_where
 
 COUNTERS = 5
 
-UNSETTLED_STEPS, SOONER = 16, 0.45
+UNSETTLED_STEPS, SOONER = 6, 0.3
 """Needles are found by it that one threshold loses, at the same share of steps on own text (tools/NOTES.md)."""
 
 SETTLED = 2**30

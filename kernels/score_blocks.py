@@ -1,12 +1,11 @@
-"""The attention logit that a query head may expect to find in each block, from the blocks' digests.
+"""The attention logit that a query head may expect to find in each block, from the extremes of the blocks' keys.
 
-    logit(part)  = sum over slow d of (q_d c_d + 0.7 |q_d| w_d) / sqrt(head_dim)       c = (min + max) / 2
-    logit(block) = log sum over its parts of exp logit(part)                           w = (max - min) / 2
+    logit = sum over slow d of (q_d c_d + 0.7 |q_d| w_d) / sqrt(head_dim)     c = (min + max) / 2, w = (max - min) / 2
 
 with min, max and the slow coordinates as in build_digests.py. With 1 in place of 0.7 it would be the least upper bound
-of what these coordinates give to q . k for any key k of the part (Quest, arXiv 2406.10774), which says more of its
-spread than of what is in it; tools/NOTES.md, "What the ranking misses", has the alternatives. It is linear in the
-digest. So all logits of a KV head are one product, of its digests by the weights of its queries, which are vectors
+of what these coordinates give to q . k for any key k of the block (Quest, arXiv 2406.10774), which says more of its
+spread than of what is in it; tools/NOTES.md, "What the ranking misses", has the alternatives. So it is good for telling
+which blocks are worth a second look (shortlist_blocks.py, score_keys.py). It is linear in the extremes. So all logits of a KV head are one product, of its extremes by the weights of its queries, which are vectors
 twice as long as there are slow coordinates, with u = UPPER:
 
     [u min(q, 0) + (1 - u) max(q, 0), u max(q, 0) + (1 - u) min(q, 0)] . [min, max]
@@ -15,9 +14,9 @@ On a GPU, where queries have 16 bits, tensor cores multiply E4M3 as it is, by we
 weights are scaled so that the greatest is E4M3's greatest, w = scale (high + low), high being the nearest to w / scale
 and low the nearest to what is left. So a weight is off by 2^-8 of itself at most, or by 2^-19 of the greatest; as
 bfloat16 it would be by 2^-9. Hopper's tensor cores add up products of 8 bits with 13 bits or so, of the greatest
-partial sum. Wider digests are multiplied as float16, and of float32 queries all is float32.
+partial sum. Wider extremes are multiplied as float16, and of float32 queries all is float32.
 
-Two rows of each lane are looked at together, so that digests are read once: the lookahead row, which says what the next
+Two rows of each lane are looked at together, so that extremes are read once: the lookahead row, which says what the next
 step wants, and the normal row, which says what this one would have wanted. rank_blocks.py says it of a whole group.
 
 Ranked are the blocks [1, end) that have a digest: block 0 is pinned and what is in the ring is at hand. A logit is -inf
@@ -28,20 +27,20 @@ from typing import Any
 
 import torch
 
-from minserve.kernels.build_digests import digest_shape, slow_column, slow_coordinates
+from minserve.kernels.build_digests import extremes_shape, slow_column, slow_coordinates
 from minserve.kernels.fp8 import FP8_MAX
-from minserve.kernels.lang import BITS, fast_log2, tl, triton
+from minserve.kernels.lang import tl, triton
 
 LOOKAHEAD, NORMAL = 0, 1
 """The rows."""
 
 MOST = 1e4
-"""No part's logit is further from zero; one that is no number is the worst, but ranked."""
+"""No logit is further from zero; one that is no number is the worst, but ranked."""
 
 UPPER = 0.85
 """How much the upper bound counts; the lower bound has the rest."""
 
-TILE, NUM_WARPS, NUM_STAGES = 64, 4, 3
+TILE, NUM_WARPS, NUM_STAGES = 128, 4, 3
 """Blocks that a program scores at a time, its warps, and stages."""
 
 PROGRAMS = 512
@@ -61,12 +60,12 @@ def empty_logits(queries: torch.Tensor, kv_heads: int, num_blocks: int) -> torch
 
 
 def score_blocks(
-    queries: torch.Tensor, digests: torch.Tensor, digest_table: torch.Tensor, lanes: torch.Tensor, end: torch.Tensor
+    queries: torch.Tensor, extremes: torch.Tensor, digest_table: torch.Tensor, lanes: torch.Tensor, end: torch.Tensor
 ) -> torch.Tensor:
     """Returns logits, [entries, 2 (lookahead, normal), kv_heads, blocks, heads / kv_heads], of the dtype above.
 
     queries: [entries, 2, heads, head_dim], after RoPE
-    digests: [places, kv_heads, 2 (parts), 2 (min, max), head_dim / 2], one layer's, of numbers of E4M3
+    extremes: [places, kv_heads, 2 (min, max), head_dim / 2], one layer's, of numbers of E4M3
     digest_table: [num_lanes, blocks] int32, the place of each block's digest, -1: none; anything behind a lane's end.
         It may be the first columns of a wider table: as many as `end` needs.
     lanes: [entries] int64, -1: padding, for which nothing is ranked
@@ -74,23 +73,23 @@ def score_blocks(
         On a GPU, what lies behind it costs nothing but the -inf that is written.
     """
     entries, rows, heads, head_dim = queries.shape
-    kv_heads = digests.shape[1]
-    assert (rows, heads % kv_heads) == (2, 0), (queries.shape, digests.shape)
-    assert digests.shape[1:] == digest_shape(kv_heads, head_dim), (queries.shape, digests.shape)
+    kv_heads = extremes.shape[1]
+    assert (rows, heads % kv_heads) == (2, 0), (queries.shape, extremes.shape)
+    assert extremes.shape[1:] == extremes_shape(kv_heads, head_dim), (queries.shape, extremes.shape)
     assert (digest_table.dim(), digest_table.dtype) == (2, torch.int32), (digest_table.shape, digest_table.dtype)
     assert digest_table.stride(1) == 1, digest_table.stride()
     assert lanes.shape == end.shape == (entries,), (lanes.shape, end.shape, queries.shape)
     assert lanes.dtype == end.dtype == torch.int64, (lanes.dtype, end.dtype)
-    assert all(tensor.is_contiguous() for tensor in (queries, digests, lanes, end))
+    assert all(tensor.is_contiguous() for tensor in (queries, extremes, lanes, end))
     run = score_blocks_triton if queries.is_cuda else score_blocks_reference
-    return run(queries, digests, digest_table, lanes, end)
+    return run(queries, extremes, digest_table, lanes, end)
 
 
 def score_blocks_reference(
-    queries: torch.Tensor, digests: torch.Tensor, digest_table: torch.Tensor, lanes: torch.Tensor, end: torch.Tensor
+    queries: torch.Tensor, extremes: torch.Tensor, digest_table: torch.Tensor, lanes: torch.Tensor, end: torch.Tensor
 ) -> torch.Tensor:
     entries, rows, _, head_dim = queries.shape
-    kv_heads, parts, num_blocks = *digests.shape[1:3], digest_table.shape[1]
+    kv_heads, num_blocks = extremes.shape[1], digest_table.shape[1]
     places = digest_table[lanes.clamp_min(0)]
     block = torch.arange(num_blocks, device=lanes.device)
     ranked = (lanes >= 0)[:, None] & (block >= 1) & (block < end[:, None]) & (places >= 0)
@@ -102,11 +101,10 @@ def score_blocks_reference(
     # What a table holds where nothing is ranked may be no place. Head by head, as that is how products read them.
     places = torch.where(ranked, places, 0).to(torch.int64)[:, None, :]
     source = places * kv_heads + torch.arange(kv_heads, device=lanes.device)[:, None]
-    found = digests.view(-1, parts * head_dim).index_select(0, source.flatten()).to(torch.float32)
-    # [entries, kv_heads, rows * group, blocks * parts]
-    logits = weights @ found.view(entries, kv_heads, num_blocks * parts, -1).transpose(2, 3)
+    found = extremes.view(-1, head_dim).index_select(0, source.flatten()).to(torch.float32)
+    # [entries, kv_heads, rows * group, blocks]
+    logits = weights @ found.view(entries, kv_heads, num_blocks, -1).transpose(2, 3)
     logits = logits.mul_(head_dim**-0.5).nan_to_num_(nan=-MOST).clamp_(-MOST, MOST)
-    logits = logits.view(*logits.shape[:3], num_blocks, parts).logsumexp(dim=4)
     logits.masked_fill_(~ranked[:, None, None, :], -torch.inf)
     logits = logits.view(entries, kv_heads, rows, -1, num_blocks).permute(0, 2, 1, 4, 3)
     return logits.to(logit_dtype(queries.dtype))  # a view: on a CPU a head's logits stay side by side
@@ -116,7 +114,7 @@ def score_blocks_reference(
 def _load_weights(
     q, row_stride, column, upper: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr
 ):
-    """What digests are multiplied by: [width, columns] float32, a column for each head of one row, then of the other,
+    """What extremes are multiplied by: [width, columns] float32, a column for each head of one row, then of the other,
     then zeros. q: the first row's first head of a group; column: [columns]; width: head_dim, padded by zeros."""
     side = tl.arange(0, width)[:, None]  # the slow coordinates, for min, and again for max
     half: tl.constexpr = head_dim // 2
@@ -138,14 +136,13 @@ def _split(weights, is_low, dtype: tl.constexpr, largest: tl.constexpr) -> Any:
 
 @triton.jit(do_not_specialize=["num_blocks", "table_stride"])
 def _score_blocks_kernel(
-    queries, digests, digest_table, lanes, end, logits, num_blocks, table_stride,
-    scale: tl.constexpr, most: tl.constexpr, upper: tl.constexpr, largest: tl.constexpr, bits: tl.constexpr,
-    kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, parts: tl.constexpr, members: tl.constexpr,
-    columns: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    queries, extremes, digest_table, lanes, end, logits, num_blocks, table_stride,
+    scale: tl.constexpr, most: tl.constexpr, upper: tl.constexpr, largest: tl.constexpr, kv_heads: tl.constexpr,
+    group: tl.constexpr, head_dim: tl.constexpr, members: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
+    tile: tl.constexpr,
 ):  # fmt: skip
     """One program for both rows of one KV head of an entry, and its share of the blocks, a tile at a time. Heads come
-    first, since their digests lie side by side. members, columns, width: group, 2 * group and head_dim, padded. All
-    blocks' first parts come before their second ones, so that a thread has both parts of a block."""
+    first, since their extremes lie side by side. members, columns, width: group, 2 * group and head_dim, padded."""
     head = tl.program_id(0) % kv_heads
     split = tl.program_id(0) // kv_heads
     num_splits = tl.num_programs(0) // kv_heads
@@ -173,16 +170,14 @@ def _score_blocks_kernel(
         return
 
     table = digest_table + lane * table_stride
-    r = tl.arange(0, parts * tile)
-    of_row = first + r % tile
-    place = tl.load(table + of_row, mask=(of_row >= 1) & (of_row < stop), other=-1)
+    place = tl.load(table + first + t, mask=(first + t >= 1) & (first + t < stop), other=-1)
     is_short: tl.constexpr = queries.dtype.element_ty.primitive_bitwidth == 16
-    halves: tl.constexpr = 2 if is_short and digests.dtype.element_ty.primitive_bitwidth == 8 else 1
+    halves: tl.constexpr = 2 if is_short and extremes.dtype.element_ty.primitive_bitwidth == 8 else 1
     column = tl.arange(0, halves * columns)
     q = queries + (entry * 2 * kv_heads + head) * (group * head_dim)
     weights = _load_weights(q, kv_heads * group * head_dim, column % columns, upper, group, head_dim, width)
     if halves == 2:
-        weights, scales = _split(weights, column >= columns, digests.dtype.element_ty, largest)
+        weights, scales = _split(weights, column >= columns, extremes.dtype.element_ty, largest)
         scales *= scale
     else:
         weights = weights.to(tl.float16 if is_short else tl.float32)
@@ -193,16 +188,12 @@ def _score_blocks_kernel(
         block = start + t
         ranked = tl.load(table + block, mask=(block >= 1) & (block < stop), other=-1) >= 0
         # What is not ranked reads a place that there is.
-        source = ((tl.maximum(place, 0).to(tl.int64) * kv_heads + head) * parts + r // tile) * head_dim
-        of_row = start + tile + r % tile
-        place = tl.load(table + of_row, mask=of_row < stop, other=-1)
-        digest = tl.load(digests + source[:, None] + side, mask=side < head_dim, other=0.0)
-        logit = tl.dot(digest.to(weights.dtype), weights, input_precision="ieee")
-        logit = tl.sum(tl.reshape(logit * scales[None, :], [parts * tile, halves, columns]), 1)
+        source = (tl.maximum(place, 0).to(tl.int64) * kv_heads + head) * head_dim
+        place = tl.load(table + block + tile, mask=block + tile < stop, other=-1)
+        extreme = tl.load(extremes + source[:, None] + side, mask=side < head_dim, other=0.0)
+        logit = tl.dot(extreme.to(weights.dtype), weights, input_precision="ieee")
+        logit = tl.sum(tl.reshape(logit * scales[None, :], [tile, halves, columns]), 1)
         logit = tl.minimum(tl.maximum(logit, -most), most)  # of a number and none, the number
-        logit = tl.reshape(logit, [parts, tile, columns])
-        best = tl.max(logit, 0)
-        logit = best + fast_log2(tl.sum(tl.exp2((logit - best[None]) * bits), 0)) * (1 / bits)
         logit = tl.where(ranked[:, None], logit, -float("inf"))
         tl.store(out + block[:, None] * members, logit, mask=(block < stop)[:, None] & is_head)
 
@@ -215,7 +206,7 @@ def choose_splits(num_pairs: int, num_blocks: int, tile: int) -> int:
 
 def score_blocks_triton(
     queries: torch.Tensor,
-    digests: torch.Tensor,
+    extremes: torch.Tensor,
     digest_table: torch.Tensor,
     lanes: torch.Tensor,
     end: torch.Tensor,
@@ -223,7 +214,7 @@ def score_blocks_triton(
     splits: int | None = None,
 ) -> torch.Tensor:
     entries, _, heads, head_dim = queries.shape
-    kv_heads, parts, num_blocks = *digests.shape[1:3], digest_table.shape[1]
+    kv_heads, num_blocks = extremes.shape[1], digest_table.shape[1]
     group = heads // kv_heads
     tile = TILE if queries.itemsize == 2 else 16  # float32 is for tests: both factors are in registers
     if splits is None:
@@ -231,9 +222,8 @@ def score_blocks_triton(
     logits = empty_logits(queries, kv_heads, num_blocks)
     columns, width = max(triton.next_power_of_2(2 * group), 8), max(triton.next_power_of_2(head_dim), 32)
     _score_blocks_kernel[(splits * kv_heads, entries)](
-        queries, digests, digest_table, lanes, end, logits, num_blocks, digest_table.stride(0),
-        head_dim**-0.5, MOST, UPPER, FP8_MAX, BITS, kv_heads, group, head_dim, parts,
-        logits.stride(3), columns, width, tile,
+        queries, extremes, digest_table, lanes, end, logits, num_blocks, digest_table.stride(0),
+        head_dim**-0.5, MOST, UPPER, FP8_MAX, kv_heads, group, head_dim, logits.stride(3), columns, width, tile,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return logits

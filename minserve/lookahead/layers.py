@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minserve.kernels.build_digests import Digests
 from minserve.kernels.fetch_blocks import HERE, fetch_blocks
 from minserve.kernels.rank_blocks import Ranking, rank_blocks
 from minserve.kernels.retire_block import retire_block
-from minserve.kernels.score_blocks import score_blocks
+from minserve.kernels.score_keys import expect_in_blocks
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
+from minserve.kernels.shortlist_blocks import shortlist_length
 from minserve.kernels.sparse_rows import RING
 from minserve.memory.working_sets import WorkingSets
 
@@ -56,7 +58,7 @@ class Stack(NamedTuple):
             return cls(1, lanes, lanes, table, sets.page_table)
         number = torch.arange(num_layers, device=lanes.device)[:, None]
         stacked = torch.where(lanes >= 0, lanes + number * sets.num_lanes, -1).flatten()
-        offsets = (number * sets.digests.shape[1]).to(torch.int32)[..., None]
+        offsets = (number * sets.digests.extremes.shape[1]).to(torch.int32)[..., None]
         places = table[lanes.clamp_min(0)]
         places = torch.where(places >= 0, places + offsets, -1).flatten(0, 1)
         rows = torch.where(stacked >= 0, torch.arange(len(stacked), device=lanes.device), -1)
@@ -80,7 +82,8 @@ class LayerGroup:
         self.layers, self.num_layers = layers, len(layers)
         self.part = slice(layers.start, layers.stop)
         self._maps = SlotMaps(*(table[self.part].flatten(0, 1) for table in sets.maps))
-        self._kv, self._digests = (table[self.part].flatten(0, 1) for table in (sets.kv, sets.digests))
+        self._kv = sets.kv[self.part].flatten(0, 1)
+        self._digests = Digests(*(table[self.part].flatten(0, 1) for table in sets.digests))
         self._everybody = torch.ones(len(layers) * sets.num_lanes, dtype=torch.bool, device=sets.kv.device)
 
     def rank(self, stack: Stack, own: torch.Tensor, ring_start: torch.Tensor, end: torch.Tensor) -> Ranking:
@@ -90,7 +93,8 @@ class LayerGroup:
         """
         sets = self._sets
         queries = sets.queries[self.part, own].flatten(0, 1)
-        logits = score_blocks(queries, self._digests, stack.places, stack.rows, end)
+        count = shortlist_length(sets.num_slots)
+        logits = expect_in_blocks(queries, self._digests, stack.places, stack.rows, end, count)
         return rank_blocks(logits, self._maps.block_slot, stack.lanes, ring_start, sets.num_slots - 1)
 
     def select(

@@ -15,7 +15,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Demotion, StepPlan
-from minserve.kernels.build_digests import build_digests, digest_dtype, digest_shape
+from minserve.kernels.build_digests import Digests, build_digests, digest_dtype, digest_shapes
 from minserve.kernels.demote_lane import demote_lane, rank_for_demotion
 from minserve.kernels.fetch_accounts import SETTLED
 from minserve.kernels.score_blocks import LOOKAHEAD
@@ -66,7 +66,7 @@ class WorkingSets:
     host_pieces: [layers, lanes, max_blocks] int32       the same in each layer: host block * layers + layer, for who
                                                          fetches for several layers in one call
     maps: slot_block, slot_used [layers, lanes, kv_heads, K], block_slot [layers, lanes, kv_heads, max_blocks] int32
-    digests: [layers, host blocks, *digest_shape]
+    digests: of [layers, host blocks, ...]
     queries: [layers, lanes, 2 (lookahead, normal), heads, head_dim], of the last step that kept them
     allowance: [layers, lanes] int32                     blocks that a lane may still fetch in a layer
     refills: [2 (more, most), lanes] int64               what a step adds to that, and how much there may be then
@@ -99,8 +99,11 @@ class WorkingSets:
             slot_used=table(torch.int32, *slots),
             block_slot=table(torch.int32, *slots[:3], max_blocks, fill=-1),
         )
-        digests = (num_layers, host.kv.shape[0], *digest_shape(kv_heads, head_dim))
-        self.digests = zeros(digests, digest_dtype(device, dtype), device.type)
+        shapes = digest_shapes(kv_heads, head_dim)
+        dtypes = (digest_dtype(device, dtype), torch.uint8)
+        self.digests = Digests(
+            *(zeros((num_layers, host.kv.shape[0], *shape), dtype, device.type) for shape, dtype in zip(shapes, dtypes))
+        )
         self.queries = table(dtype, num_layers, num_lanes, 2, num_heads, head_dim)
         self.allowance, self.refills = table(torch.int32, num_layers, num_lanes), table(torch.int64, 2, num_lanes)
         self.looks_ahead, self.late = table(torch.bool, num_lanes), table(torch.int64, num_lanes + 1)
@@ -129,7 +132,8 @@ class WorkingSets:
         host = Memory(torch.empty(num_host_blocks, config.num_layers, *kv_shape, dtype=dtype, device=device))
         lanes = Lanes(num_lanes, max_blocks, 1, device)
         sets = WorkingSets(pages, host, lanes, config.num_heads, num_slots)
-        return sets.nbytes + sets.digests.numel() * digest_bytes - sets.digests.nbytes
+        extremes = sets.digests.extremes
+        return sets.nbytes + extremes.numel() * digest_bytes - extremes.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +141,7 @@ class WorkingSets:
         shared = (self.kv, self.host, self.host_scales, self.page_table, self.num_tokens)
         own = [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
         own = [table for table in own if all(table is not other for other in shared)]
-        return sum(table.nbytes for table in [*own, *self.maps])
+        return sum(table.nbytes for table in [*own, *self.maps, *self.digests])
 
     def held_blocks(self, lane: int, num_blocks: int) -> tuple[Blocks, Blocks]:
         """(in slots, in the ring), [layers, kv_heads, num_blocks] bool each, of a sparse lane. Waits for the device."""
@@ -184,7 +188,7 @@ class WorkingSets:
             self._set_hosts(torch.full_like(places, lane), torch.arange(start, device=device), places)
         table = to_device([*demotion.slot_pages, *demotion.ring_pages], torch.int32, device)
         self.page_table[lane, :columns] = table
-        self.sparse[lane], self.since_retry[lane], self.ring_start[lane] = True, SETTLED, start
+        self.sparse[lane], self.since_retry[lane], self.ring_start[lane] = True, 1, start
         self.looks_ahead[lane], self.num_verified[lane] = policy.looks_ahead, policy.num_verified
         self.cap[lane] = policy.cap
         self.retry_above[lane] = torch.inf if policy.retry_above is None else policy.retry_above
@@ -196,8 +200,8 @@ class WorkingSets:
         self._set_hosts(lanes, blocks, hosts)
         pages = self.page_table[lanes, self.num_slots + blocks % RING].to(torch.int64)
         layer = torch.arange(self.kv.shape[0], device=pages.device)[:, None]
-        pages, hosts = (layer * table.shape[1] + at for table, at in ((self.kv, pages), (self.digests, hosts)))
-        build_digests(self.kv.flatten(0, 1), self.digests.flatten(0, 1), pages.flatten(), hosts.flatten())
+        pages, hosts = layer * self.kv.shape[1] + pages, layer * self.digests.extremes.shape[1] + hosts
+        build_digests(self.kv.flatten(0, 1), self.digests.view_all(), pages.flatten(), hosts.flatten())
 
     def _set_hosts(self, lanes: torch.Tensor, blocks: torch.Tensor, hosts: torch.Tensor) -> None:
         self.host_table[lanes, blocks] = hosts.to(torch.int32)
