@@ -58,6 +58,15 @@ def digest_shapes(kv_heads: int, head_dim: int) -> tuple[tuple[int, int, int], t
     return extremes_shape(kv_heads, head_dim), (kv_heads, BLOCK_SIZE, -(-head_dim // 8))
 
 
+def empty_digests(
+    places: tuple[int, ...], kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Digests:
+    """For [*places] blocks, of pages of this dtype."""
+    shapes, dtypes = digest_shapes(kv_heads, head_dim), (digest_dtype(device, dtype), torch.uint8)
+    empty = (torch.empty(*places, *shape, dtype=own, device=device) for shape, own in zip(shapes, dtypes, strict=True))
+    return Digests(*empty)
+
+
 def digest_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """dtype: of pages, in which the rounded numbers are kept where 8 bits would be no help: on a CPU, which turns them
     into float32, and on GPUs before the first that know E4M3."""

@@ -7,7 +7,8 @@
     totals    = the counters, summed over layers and heads; misses with what the lane's last step fetched late, which is
                 known when its own result is on its way
 
-After a turn of the text much is lacking in one step, and then for some steps not much more than elsewhere: what came
+A lane that has just become sparse is as one that ran again: what it is asked then is what it was read for. After a
+turn of the text much is lacking in one step, and then for some steps not much more than elsewhere: what came
 before them tells these from the others (tools/NOTES.md, "What the ranking misses").
 
 Counters are those of `FetchPlan`: hits, misses, cut, surprises, asked.
@@ -25,8 +26,8 @@ COUNTERS = 5
 UNSETTLED_STEPS, SOONER = 6, 0.3
 """Needles are found by it that one threshold loses, at the same share of steps on own text (tools/NOTES.md)."""
 
-SETTLED = 2**30
-"""Steps since it ran again, of a lane that never did, or not for long."""
+FRESH, SETTLED = 1, 2**30
+"""Steps since it ran again, of a lane that has become sparse in this step; and the most that is counted."""
 
 
 class Accounts(NamedTuple):

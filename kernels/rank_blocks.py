@@ -5,12 +5,13 @@ With p_h(j) the logit that head h of a group expects in block j (score_blocks.py
     norm_h   = log sum_j exp p_h(j)
     score(j) = log sum_h exp(p_h(j) - norm_h / 2), and HELD_AHEAD more if one of the KV head's slots holds j
     wanted   = the `count` best of each row, of equal scores the lower block first
-    lacking  = mean over h of the sum of exp(p_h(j) - norm_h) over the missing j: those that the normal row wants, that
-               are in no slot, and before the ring
-    worth    = what the normal row wants, but for the missing of which that mean is LEAST_SHARE or less: so a step that
-               runs again fetches few blocks for nearly all that it lacked
+    share(j) = exp(p_h(j) - norm_h), of the head's attention, that it may expect in block j
+    lacking  = mean over h of the sum of share(j)^2 over the missing j: those that the normal row wants, that are in no
+               slot, and before the ring
+    worth    = what the normal row wants, but for the missing whose mean share over h is LEAST_SHARE or less: so a step
+               that runs again fetches few blocks for nearly all that it lacked
 
-exp(p_h(j) - norm_h) is the share of the head's attention that it may expect in block j. Half of the norm is between the
+Squares tell one block of which much is expected from many of which little is: text goes on well without the latter. Half of the norm is between the
 sum of these shares, to which a head counts little whose attention is spread, and the greatest logit, which has no
 regard for what else a head finds: as good for a needle as the latter, for the rest as the former. What a held block is
 ahead saves fetches that gain next to nothing. tools/NOTES.md, "What the ranking misses", has the numbers.
@@ -28,7 +29,7 @@ HELD_AHEAD = 0.5
 """Nats."""
 
 LEAST_SHARE = 0.002
-"""Of the attention: with three times as much fewer needles are found; with none half as many bytes more are fetched."""
+"""Of the attention: with five times as much fewer needles are found; with none half as many bytes more are fetched."""
 
 NUMBERS_PER_WARP = 2048
 """Logits, as many for each block as a group has heads. From 32,768 of a row on, which 16 warps have, some registers are
@@ -121,8 +122,9 @@ def _rank_blocks_kernel(
         missing = best & (slot < 0) & (block < tl.load(ring_start + entry))
         # Loaded again: in registers, logits would keep other programs from beginning.
         logit = tl.load(source, mask=missing[:, None] & (member < group), other=-float("inf")).to(tl.float32) * bits
-        share = tl.sum(tl.exp2(logit - norm[None, :]), 1) / group
-        tl.store(lacking + entry * kv_heads + head, tl.sum(share, 0))
+        share = tl.exp2(logit - norm[None, :])
+        tl.store(lacking + entry * kv_heads + head, tl.sum(tl.sum(share * share, 1), 0) / group)
+        share = tl.sum(share, 1) / group
         is_worth = best & ((share > least_share) | ~missing)
         tl.store(worth + (entry * kv_heads + head) * num_blocks + block, is_worth.to(tl.uint8), mask=inside)
     else:

@@ -11,7 +11,7 @@ from minserve.errors import RequestError
 from minserve.protocol import MAX_DRAFT_TOKENS, SparseParams
 
 RETRY_ABOVE = 0.003
-"""The share of a row's attention that is lacking (kernels/rank_blocks.py) above which it runs again, and behind such a
+"""What is lacking of a row's attention (kernels/rank_blocks.py) above which it runs again, and behind such a
 step sooner (kernels/fetch_accounts.py): about 3% of the steps of a text of the model's own (tools/NOTES.md)."""
 
 MAX_VERIFIED = MAX_DRAFT_TOKENS - 1

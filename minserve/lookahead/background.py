@@ -17,6 +17,7 @@ import torch
 
 from minserve.kernels.fetch_accounts import COUNTERS, Accounts, Outcome, count_fetches, take_given
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
+from minserve.kernels.shortlist_blocks import shortlist_length
 from minserve.kernels.select_blocks import FetchPlan
 from minserve.kernels.sparse_rows import Ring
 from minserve.lookahead.layers import LAYERS_AT_ONCE, LayerGroup, Stack
@@ -84,7 +85,7 @@ class Background:
         the logits, scores and lists of a few groups, and of one layer in the foreground if that recalls. Twice: those
         of graphs, and of a pass that is in none."""
         each_layer = 3 * max_blocks + (8 + 16) * num_slots
-        passing = 16 * max_blocks + 24 * num_slots
+        passing = 16 * max_blocks + 24 * num_slots + 4 * shortlist_length(num_slots)
         heads = model.num_kv_heads * (model.num_layers * each_layer + LAYERS_AT_ONCE * passing)
         group = model.num_heads // model.num_kv_heads
         of_logits = 8 * (model.num_kv_heads << (group - 1).bit_length()) * max_blocks

@@ -17,7 +17,7 @@ from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Demotion, StepPlan
 from minserve.kernels.build_digests import Digests, build_digests, digest_dtype, digest_shapes
 from minserve.kernels.demote_lane import demote_lane, rank_for_demotion
-from minserve.kernels.fetch_accounts import SETTLED
+from minserve.kernels.fetch_accounts import FRESH, SETTLED
 from minserve.kernels.score_blocks import LOOKAHEAD
 from minserve.kernels.select_blocks import SlotMaps
 from minserve.kernels.sparse_rows import RING
@@ -99,10 +99,10 @@ class WorkingSets:
             slot_used=table(torch.int32, *slots),
             block_slot=table(torch.int32, *slots[:3], max_blocks, fill=-1),
         )
-        shapes = digest_shapes(kv_heads, head_dim)
-        dtypes = (digest_dtype(device, dtype), torch.uint8)
+        extremes, keys = ((num_layers, host.kv.shape[0], *shape) for shape in digest_shapes(kv_heads, head_dim))
         self.digests = Digests(
-            *(zeros((num_layers, host.kv.shape[0], *shape), dtype, device.type) for shape, dtype in zip(shapes, dtypes))
+            extremes=zeros(extremes, digest_dtype(device, dtype), device.type),
+            keys=zeros(keys, torch.uint8, device.type),
         )
         self.queries = table(dtype, num_layers, num_lanes, 2, num_heads, head_dim)
         self.allowance, self.refills = table(torch.int32, num_layers, num_lanes), table(torch.int64, 2, num_lanes)
@@ -188,7 +188,7 @@ class WorkingSets:
             self._set_hosts(torch.full_like(places, lane), torch.arange(start, device=device), places)
         table = to_device([*demotion.slot_pages, *demotion.ring_pages], torch.int32, device)
         self.page_table[lane, :columns] = table
-        self.sparse[lane], self.since_retry[lane], self.ring_start[lane] = True, 1, start
+        self.sparse[lane], self.since_retry[lane], self.ring_start[lane] = True, FRESH, start
         self.looks_ahead[lane], self.num_verified[lane] = policy.looks_ahead, policy.num_verified
         self.cap[lane] = policy.cap
         self.retry_above[lane] = torch.inf if policy.retry_above is None else policy.retry_above

@@ -119,8 +119,8 @@ def test_as_many_requests_fit_as_have_memory(tmp_path):
         assert sizes.memory(max(most, 1)) <= memory or most == 0
         assert sizes.memory(most + 1) > memory
     block = 2 * 16 * 64 * 4 * LAYERS * KV_HEADS
-    # Of 16 keys and values of 4 bytes a number, two numbers of a byte for each half of the keys' coordinates, twice.
-    digest = LAYERS * KV_HEADS * 2 * 2 * 32
+    # Of half of the coordinates of 16 keys, two numbers of a byte, and 2 bits for each key.
+    digest = LAYERS * KV_HEADS * 32 * (2 + 16 // 4)
     assert (sizes.block_bytes, sizes.digest_bytes) == (block, digest)
     pages_and_digests = (8 + 3) * block + 64 * digest + 1000
     assert sizes.memory(101) - sizes.memory(100) > pages_and_digests

@@ -31,7 +31,9 @@ from minserve.kernels.retire_block import retire_block_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import draw_triton
 from minserve.kernels.score_blocks import score_blocks_triton
+from minserve.kernels.score_keys import score_keys_triton
 from minserve.kernels.select_blocks import select_blocks_triton
+from minserve.kernels.shortlist_blocks import shortlist_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.sparse_rows import begin_rows_triton
 from minserve.kernels.step_inputs import step_inputs_triton
@@ -101,11 +103,15 @@ SPARSE_KERNELS = {
     "minserve.runner.attention": {"norm_rope_store": norm_rope_store_triton},
     "minserve.runner.sampler": {"accept_drafts": accept_drafts_triton},
     "minserve.lookahead.layers": {
-        "score_blocks": score_blocks_triton,
         "rank_blocks": rank_blocks_triton,
         "select_blocks": select_blocks_triton,
         "fetch_blocks": fetch_blocks_triton,
         "retire_block": retire_block_triton,
+    },
+    "minserve.kernels.score_keys": {
+        "score_blocks": score_blocks_triton,
+        "shortlist_blocks": shortlist_blocks_triton,
+        "score_keys": score_keys_triton,
     },
     "minserve.memory.working_sets": {"build_digests": build_digests_triton},
     "minserve.kernels.fetch_accounts": {

@@ -9,6 +9,7 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import SparsePolicy
 from minserve.kernels import rank_blocks
+from minserve.kernels.build_digests import Digests, unpack_levels
 from minserve.kernels.fp8 import FP8
 from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from minserve.kernels.sparse_rows import RING
@@ -104,14 +105,22 @@ def check_digests(sets, hosts):
     content, error = sets.host[hosts], 0.0
     if (scales := sets.host_scales) is not None:
         content = dequantize_blocks(content, scales[hosts], sets.kv.dtype)
-    # [blocks, layers, kv_heads, 2 (parts), 8 tokens, slow coordinates]
-    keys = content[:, :, :, 0, :, slow(content.shape[-1])].float().unflatten(3, (2, 8))
-    digests = sets.digests[:, hosts].float().transpose(0, 1)
-    for found, extreme in zip(digests.unbind(4), (keys.amin(4), keys.amax(4))):
+    # [blocks, layers, kv_heads, 16 tokens, slow coordinates]
+    keys = content[:, :, :, 0, :, slow(content.shape[-1])].float()
+    digests = Digests(*(table[:, hosts].transpose(0, 1) for table in sets.digests))
+    extremes = digests.extremes.float().unbind(3)
+    for found, extreme in zip(extremes, (keys.amin(3), keys.amax(3))):
         if scales is not None:
-            error = torch.maximum(extreme.abs() / 16, scales[hosts][:, :, :, 0, None, None] / 1024) * 1.00001
+            error = torch.maximum(extreme.abs() / 16, scales[hosts][:, :, :, 0, None] / 1024) * 1.00001
         least, most = ((extreme + sign * error).clamp(-448, 448).to(FP8).float() for sign in (-1, 1))
         assert ((found >= least) & (found <= most)).all()
+    least, most = (extreme.unsqueeze(3) for extreme in extremes)
+    levels, span = unpack_levels(digests.keys, keys.shape[-1]), most - least
+    off = (least + span * levels / 3 - keys).abs()
+    if scales is not None:
+        error = torch.maximum(keys.abs() / 16, scales[hosts][:, :, :, 0, None, None] / 1024) * 1.00001
+    # To the nearest level, but for what the extremes are rounded by, a sixteenth of themselves.
+    assert (off <= span / 6 + torch.maximum(least.abs(), most.abs()) / 16 + error + 1e-6).all()
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
@@ -222,16 +231,16 @@ def test_an_allowance_bounds_what_a_layer_fetches_and_is_saved_up(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_the_tables_take_is_known_before_there_are_any(tmp_path, dtype):
-    """A CPU keeps digests in the pages' dtype, a GPU in 8 bits."""
+    """A CPU keeps extremes in the pages' dtype, a GPU in 8 bits."""
     sets = lab(tmp_path, 4, dtype=str(dtype).removeprefix("torch.")).sets
     sizes = {"num_lanes": sets.num_lanes, "max_blocks": sets.host_table.shape[1], "num_slots": 4}
-    sizes["num_host_blocks"] = sets.digests.shape[1]
+    sizes["num_host_blocks"] = sets.digests.extremes.shape[1]
     cpu, gpu = (
         WorkingSets.bytes_for(ModelConfig.from_folder(tmp_path), dtype, torch.device(name), **sizes)
         for name in ("cpu", "cuda")
     )
     assert cpu == sets.nbytes
-    assert cpu - gpu == sets.digests.numel() * (dtype.itemsize - 1)
+    assert cpu - gpu == sets.digests.extremes.numel() * (dtype.itemsize - 1)
 
 
 def test_a_lane_that_is_set_up_anew_is_resident(tmp_path):

@@ -45,7 +45,7 @@ def check(rank, logits, lanes, entries, count, device):
                 wanted = {block for block, best in enumerate(ranking.wanted[entry, row, head].tolist()) if best}
                 assert wanted == first_wanted(found, count)
             missing = [block for block in wanted - held if block < lanes.start(lane)]  # of the normal row
-            lacking = sum(own[block] for own in shares for block in missing) / group
+            lacking = sum(own[block] ** 2 for own in shares for block in missing) / group
             assert ranking.lacking[entry, head].item() == pytest.approx(lacking, rel=1e-4, abs=1e-6)
             worth = {block for block, best in enumerate(ranking.worth[entry, head].tolist()) if best}
             assert wanted >= worth >= wanted - set(missing)
@@ -97,7 +97,7 @@ def test_numbers_as_large_as_logits_can_be_are_ranked(rank, device):
     assert ranking.lacking.tolist() == [[pytest.approx(1.0, rel=1e-4)]]
     ranking = ranked(rank, torch.full_like(logits, -1e4), lanes, [0], 2, device)
     assert ranking.wanted[0, 0, 0].nonzero().flatten().tolist() == [0, 1]
-    assert ranking.lacking.tolist() == [[pytest.approx(2 / 20, rel=1e-3)]]
+    assert ranking.lacking.tolist() == [[pytest.approx(2 / 20**2, rel=1e-3)]]
 
 
 @BOTH
@@ -112,7 +112,7 @@ def test_a_held_block_wins_against_one_that_is_ahead_by_less_than_half_a_nat(ran
     ranking = ranked(rank, logits, lanes, [0], 1, device)
     assert ranking.wanted.nonzero()[:, 3].view(2, 2).tolist() == [[8, wanted], [8, wanted]]
     share = logits[0, 0, 0].softmax(0)[8].item()
-    assert ranking.lacking[0].tolist() == pytest.approx([share, share if wanted == 8 else 0.0], rel=1e-4)
+    assert ranking.lacking[0].tolist() == pytest.approx([share**2, share**2 if wanted == 8 else 0.0], rel=1e-4)
 
 
 @BOTH
@@ -138,10 +138,10 @@ def test_what_is_in_the_ring_or_wanted_by_the_lookahead_row_alone_is_not_lacking
 
 
 @BOTH
-def test_a_missing_block_is_worth_a_late_fetch_from_three_thousandths_of_the_attention_on(rank, device):
+def test_a_missing_block_is_worth_a_late_fetch_from_two_thousandths_of_the_attention_on(rank, device):
     lanes = Lanes(0, num_lanes=1, kv_heads=1, num_slots=2)
     lanes.ring_start, lanes.slot_block = [18], [[[0, 4]]]
-    shares = torch.tensor([[0.0029, 0.0029], [0.0058, 0.0], [0.0062, 0.0], [0.0031, 0.0031], [0.001, 0.001]])
+    shares = torch.tensor([[0.0019, 0.0019], [0.0038, 0.0], [0.0042, 0.0], [0.0021, 0.0021], [0.001, 0.001]])
     logits = torch.full((1, 2, 2, 20), -INF)
     logits[:, :, :, 1:6] = shares.log().T
     logits[..., 6] = torch.log(1 - shares.sum(0))
@@ -149,7 +149,8 @@ def test_a_missing_block_is_worth_a_late_fetch_from_three_thousandths_of_the_att
     ranking = ranked(rank, logits, lanes, [0], 20, device)
     assert ranking.wanted[0, NORMAL, 0].nonzero().flatten().tolist() == [1, 2, 3, 4, 5, 6]
     assert ranking.worth[0, 0].nonzero().flatten().tolist() == [3, 4, 5, 6]
-    assert ranking.lacking.item() == pytest.approx(0.999, rel=1e-4)
+    missing = logits[0, NORMAL, :, [1, 2, 3, 5, 6]].exp()
+    assert ranking.lacking.item() == pytest.approx(missing.square().sum().item() / 2, rel=1e-4)
 
 
 @BOTH

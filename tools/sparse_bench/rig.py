@@ -16,7 +16,7 @@ import torch
 
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import LaneSetup, SparsePolicy, StepPlan
-from minserve.kernels.build_digests import digest_dtype, digest_shape
+from minserve.kernels.build_digests import empty_digests
 from minserve.kernels.fetch_accounts import SETTLED
 from minserve.kernels.fetch_blocks import HERE, fetch_blocks
 from minserve.kernels.select_blocks import FetchPlan
@@ -57,13 +57,13 @@ class FabricatedSets(WorkingSets):
         num_layers, num_lanes, kv_heads, max_blocks = self.maps.block_slot.shape
         head_dim, device = self.kv.shape[-1], self.kv.device
         self.host, self.host_scales = host.kv, host.scales
-        shape = (num_lanes * max_blocks, *digest_shape(kv_heads, head_dim))
-        self.digests = torch.empty(num_layers, *shape, dtype=digest_dtype(device, self.kv.dtype), device=device)
-        for digests in self.digests:  # those of normal keys, about, so large that a held block has no lead
-            extremes = torch.empty(shape, dtype=self.kv.dtype, device=device).normal_(0.0, 0.5)
-            extremes[:, :, :, 0].sub_(1.42).clamp_(max=0.0)
-            extremes[:, :, :, 1].add_(1.42).clamp_(min=0.0)
+        self.digests = empty_digests((num_layers, num_lanes * max_blocks), kv_heads, head_dim, self.kv.dtype, device)
+        for digests in self.digests.extremes:  # those of normal keys, about, so large that a held block has no lead
+            extremes = torch.empty(digests.shape, dtype=self.kv.dtype, device=device).normal_(0.0, 0.5)
+            extremes[:, :, 0].sub_(1.77).clamp_(max=0.0)
+            extremes[:, :, 1].add_(1.77).clamp_(min=0.0)
             digests.copy_(extremes.mul_(32.0))
+        self.digests.keys.random_(0, 256)
         self.places = torch.arange(num_lanes * max_blocks, dtype=torch.int32, device=device).view(num_lanes, -1)
         self.sources = torch.randint(len(host.kv), self.places.shape, dtype=torch.int32, device=device)
         self.shift = torch.zeros(1, dtype=torch.int64, device=device)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minserve.kernels.build_digests import digest_dtype, digest_shape
+from minserve.kernels.build_digests import digest_dtype, digest_shapes, extremes_shape
+from minserve.kernels.shortlist_blocks import shortlist_length
 from minserve.kernels.sparse_rows import RING
 from minserve.lookahead.background import Background
 from minserve.memory.blocks import blocks_for
@@ -60,8 +61,14 @@ class Sizes:
     @property
     def digest_bytes(self) -> int:
         """Of the digests of one block, on a GPU."""
-        shape = digest_shape(self.model.num_kv_heads, self.model.head_dim)
-        return self.model.num_layers * math.prod(shape) * digest_dtype(torch.device("cuda"), self.dtype).itemsize
+        _, keys = digest_shapes(self.model.num_kv_heads, self.model.head_dim)
+        return self.extremes_bytes + self.model.num_layers * math.prod(keys)
+
+    @property
+    def extremes_bytes(self) -> int:
+        """Of these, the extremes, which a step reads of every block."""
+        numbers = self.model.num_layers * math.prod(extremes_shape(self.model.num_kv_heads, self.model.head_dim))
+        return numbers * digest_dtype(torch.device("cuda"), self.dtype).itemsize
 
     def full_caps(self, cap: int) -> int:
         """Pieces that a lane fetches in a step in which every KV head of every layer takes its cap."""
@@ -95,9 +102,11 @@ class Sizes:
             low, high = (middle, high) if self.memory(middle) <= memory_bytes else (low, middle)
         return low
 
-    def read_bytes(self, num_requests: int) -> int:
-        """What a step reads of the GPU's memory at least: weights, pages, digests."""
-        lane = self.pages_per_lane * self.block_bytes + self.num_blocks * self.digest_bytes
+    def read_bytes(self, num_requests: int) -> float:
+        """What a step reads of the GPU's memory at least: weights, pages, all extremes, digests of the shortlists."""
+        listed = min(shortlist_length(self.num_slots) / self.num_blocks, 1.0)
+        digests = self.extremes_bytes + listed * self.digest_bytes
+        lane = self.pages_per_lane * self.block_bytes + self.num_blocks * digests
         return self.weights_bytes + num_requests * lane
 
     def dense_bytes(self, num_requests: int) -> int:
