@@ -14,7 +14,11 @@ from minserve.kernels.shortlist_blocks import shortlist_blocks
 
 
 def expect_in_blocks(
-    queries: torch.Tensor, digests: Digests, digest_table: torch.Tensor, lanes: torch.Tensor, end: torch.Tensor,
+    queries: torch.Tensor,
+    digests: Digests,
+    digest_table: torch.Tensor,
+    lanes: torch.Tensor,
+    end: torch.Tensor,
     count: int,
 ) -> torch.Tensor:
     """As `score_blocks` returns it; -inf where a block is not ranked, or is not among the `count` worth a second look."""
@@ -25,14 +29,22 @@ def expect_in_blocks(
 
 
 def score_keys(
-    queries: torch.Tensor, digests: Digests, digest_table: torch.Tensor, lanes: torch.Tensor, shortlist: torch.Tensor,
+    queries: torch.Tensor,
+    digests: Digests,
+    digest_table: torch.Tensor,
+    lanes: torch.Tensor,
+    shortlist: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
     score_keys_reference(queries, digests, digest_table, lanes, shortlist, logits)
 
 
 def score_keys_reference(
-    queries: torch.Tensor, digests: Digests, digest_table: torch.Tensor, lanes: torch.Tensor, shortlist: torch.Tensor,
+    queries: torch.Tensor,
+    digests: Digests,
+    digest_table: torch.Tensor,
+    lanes: torch.Tensor,
+    shortlist: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
     entries, rows, _, head_dim = queries.shape

@@ -7,7 +7,7 @@ goes over the link at the link's.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -61,40 +61,50 @@ def inverse_of(slot_block: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (128, 256, 512, 1024))
+TILES = ((64, 4, 512), (128, 4, 512), (128, 8, 512), (256, 8, 512), (128, 4, 1024))
+KEYS = ((8, 4, 512), (16, 4, 512), (16, 4, 1024), (32, 8, 512))
 LOGITS = tuple({"NUMBERS_PER_WARP": 4 * width["NUMBERS_PER_WARP"]} for width in WIDTHS)
 
 
-def random_digests(count: int, parts: int = 2) -> torch.Tensor:
-    from minserve.kernels.build_digests import digest_dtype
-
-    digests = random(count, KV_HEADS, parts, 2, HEAD_DIM // 2)
-    digests[:, :, :, 1] += 2
-    return digests.to(digest_dtype(digests.device, digests.dtype))
+def knobs(values: Sequence[tuple[int, ...]], *names: str) -> tuple[dict[str, int], ...]:
+    return tuple(dict(zip(names, own, strict=True)) for own in values)
 
 
-def score_part(lanes: torch.Tensor, end: torch.Tensor, blocks: int, parts: int = 2) -> tuple[Part, torch.Tensor]:
-    """And the logits."""
-    from minserve.kernels import score_blocks
+def random_digests(count: int) -> Any:
+    from minserve.kernels.build_digests import empty_digests
 
-    queries, count = random(len(lanes), 2, HEADS, HEAD_DIM), len(lanes) * blocks
-    digests = random_digests(count, parts)
-    table = torch.randperm(count, device=DEVICE).int().view(len(lanes), blocks)
-    score = functools.partial(score_blocks.score_blocks_triton, queries, digests, table, lanes, end)
-    variants = ((32, 4, 4, 512), (64, 4, 4, 512), (128, 4, 3, 512), (64, 4, 3, 256), (64, 4, 3, 1024))
-    names = ("TILE", "NUM_WARPS", "NUM_STAGES", "PROGRAMS")
-    tiles, logits = tuple(dict(zip(names, variant)) for variant in variants), score()
-    bounds = on_device(1.0 * digests.nbytes + logits.nbytes)
-    return Part(f"score_blocks, {parts} parts", score, *bounds, (score_blocks, tiles)), logits
+    digests = empty_digests((count,), KV_HEADS, HEAD_DIM, DTYPE, torch.device(DEVICE))
+    least = random(count, KV_HEADS, 1, HEAD_DIM // 2)
+    digests.extremes.copy_(torch.cat((least, least + 2), dim=2))
+    digests.keys.random_(0, 256)
+    return digests
 
 
 def ranking_parts(lanes: torch.Tensor, start: torch.Tensor, maps: Any) -> Iterator[tuple[Part, Any]]:
-    """Of the three stages, and what comes out."""
-    from minserve.kernels import rank_blocks, select_blocks
+    """Of all stages up to the selection, and what comes out."""
+    from minserve.kernels import rank_blocks, score_blocks, score_keys, select_blocks, shortlist_blocks
     from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 
     blocks, step = maps.block_slot.shape[2], ints(1, end=1)
-    part, logits = score_part(lanes, start, blocks)
-    yield part, logits
+    queries, places = random(len(lanes), 2, HEADS, HEAD_DIM), len(lanes) * blocks
+    digests, table = random_digests(places), torch.randperm(places, device=DEVICE).int().view(len(lanes), blocks)
+    score = functools.partial(score_blocks.score_blocks, queries, digests.extremes, table, lanes, start)
+    logits = score()
+    bounds = on_device(1.0 * digests.extremes.nbytes + logits.nbytes)
+    yield Part("score_blocks", score, *bounds, (score_blocks, knobs(TILES, "TILE", "NUM_WARPS", "PROGRAMS"))), logits
+
+    count = min(shortlist_blocks.shortlist_length(SLOTS), blocks)
+    whole = logits.clone()  # what is not listed is ranked no more
+
+    def shortlist() -> torch.Tensor:
+        logits.copy_(whole)
+        return shortlist_blocks.shortlist_blocks(logits, count)
+
+    listed = shortlist()
+    yield Part("shortlist_blocks, and a copy of logits", shortlist, *on_device(4.0 * logits.nbytes)), listed
+    keys = functools.partial(score_keys.score_keys, queries, digests, table, lanes, listed, logits)
+    num_bytes = 1.0 * listed.numel() / places / KV_HEADS * (digests.extremes.nbytes + digests.keys.nbytes)
+    yield Part("score_keys", keys, *on_device(num_bytes), (score_keys, knobs(KEYS, "TILE", "NUM_WARPS", "PROGRAMS"))), 0
     rank = functools.partial(rank_blocks.rank_blocks, logits, maps.block_slot, lanes, start, SLOTS - 1)
     num_bytes = 1.0 * logits.nbytes + (3 + 2 * 4 + 4.0) * maps.block_slot.numel()
     scores, wanted, *_ = rank()
@@ -109,13 +119,12 @@ def ranking_parts(lanes: torch.Tensor, start: torch.Tensor, maps: Any) -> Iterat
 
 
 def group_parts(lanes: int, blocks: int) -> Iterator[Part]:
-    """Of a group of layers: scores of 4 parts of a block, all stages, a selection of 4 blocks a head, not cut."""
+    """Of a group of layers: all stages, and a selection of 4 blocks a head, not cut."""
     from minserve.kernels import select_blocks
     from minserve.kernels.slots import SlotMaps
 
     ids, start = torch.arange(lanes, device=DEVICE), torch.full((lanes,), blocks - 3, device=DEVICE)
     maps = SlotMaps(*random_maps(lanes, blocks))
-    yield score_part(ids, start, blocks, parts=4)[0]
     for part, _ in ranking_parts(ids, start, maps):
         yield part
     wanted, scores, normal, _, *tables = part.call.args
@@ -135,7 +144,7 @@ def layer_parts() -> Iterator[Part]:
 
     lanes, start = torch.arange(LANES, device=DEVICE), torch.full((LANES,), BLOCKS - 3, device=DEVICE)
     maps, step = SlotMaps(*random_maps(LANES, BLOCKS)), ints(1, end=1)
-    parts, (_, wanted, plan) = zip(*ranking_parts(lanes, start, maps))
+    parts, (*_, wanted, plan) = zip(*ranking_parts(lanes, start, maps))
     yield from parts
 
     page_table = torch.randperm(LANES * (SLOTS + RING), device=DEVICE).int().view(LANES, -1)
