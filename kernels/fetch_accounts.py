@@ -7,8 +7,7 @@
     totals    = the counters, summed over layers and heads; misses with what the lane's last step fetched late, which is
                 known when its own result is on its way
 
-A lane that has just become sparse is as one that ran again: what it is asked then is what it was read for. After a
-turn of the text much is lacking in one step, and then for some steps not much more than elsewhere: what came
+After a turn of the text much is lacking in one step, and then for some steps not much more than elsewhere: what came
 before them tells these from the others (tools/NOTES.md, "What the ranking misses").
 
 Counters are those of `FetchPlan`: hits, misses, cut, surprises, asked.
@@ -23,11 +22,11 @@ from minserve.kernels.masked_write import write_where
 
 COUNTERS = 5
 
-UNSETTLED_STEPS, SOONER = 6, 0.3
+UNSETTLED_STEPS, SOONER = 4, 0.22
 """Needles are found by it that one threshold loses, at the same share of steps on own text (tools/NOTES.md)."""
 
-FRESH, SETTLED = 1, 2**30
-"""Steps since it ran again, of a lane that has become sparse in this step; and the most that is counted."""
+SETTLED = 2**30
+"""Steps since it ran again, of a lane that never did, or not for long."""
 
 
 class Accounts(NamedTuple):

@@ -10,7 +10,7 @@ from minserve.engine.plan import SparsePolicy
 from minserve.errors import RequestError
 from minserve.protocol import MAX_DRAFT_TOKENS, SparseParams
 
-RETRY_ABOVE = 0.003
+RETRY_ABOVE = 0.0045
 """What is lacking of a row's attention (kernels/rank_blocks.py) above which it runs again, and behind such a
 step sooner (kernels/fetch_accounts.py): about 3% of the steps of a text of the model's own (tools/NOTES.md)."""
 
