@@ -12,8 +12,7 @@ block is mostly in one of its keys, of which extremes do not tell where each sta
 
 slow: the half of the coordinates that RoPE turns slowest. The others turn far enough within a few tokens that their
 extremes say little more than how large they are. tools/NOTES.md, "What the ranking misses", has what is found by less
-and by more. For each slow coordinate a block takes 2 bytes of extremes and 4 of levels, of the 128 of its keys and
-values in 16 bits (twice that, with the other half).
+and by more. Both together take 3 of 64 bytes of what the block itself does in 16 bits: extremes 1, levels 2.
 
 The keys are those after RoPE, as they stand in pages. Neither can be undone for one token: a block is summarized when
 it is full and all of its tokens are accepted.
@@ -36,8 +35,9 @@ class Digests(NamedTuple):
     """Of blocks, one layer's or those of several.
 
     extremes: [places, kv_heads, 2 (min, max), slow coordinates], numbers of E4M3
-    keys: [places, kv_heads, 16 (tokens), slow coordinates / 4] uint8, levels: those of coordinates i, i + n, i + 2 n and
-        i + 3 n are in byte i, n being as many as there are bytes, from the lowest bits up
+    keys: [places, kv_heads, 16 (tokens), slow coordinates / 4, rounded up] uint8, levels: those of coordinates i,
+        i + n, i + 2 n and i + 3 n are in byte i, n being as many as there are bytes, from the lowest bits up; what is
+        behind the last coordinate is 0
     """
 
     extremes: torch.Tensor

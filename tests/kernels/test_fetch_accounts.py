@@ -32,7 +32,9 @@ def accounts(layers, device):
         cap=ints(9, NUM_LANES),
         allowance=ints(9, layers, NUM_LANES).int(),
         retry_above=ints(9, NUM_LANES) / 8,
-        since_retry=torch.tensor([0, 3, UNSETTLED_STEPS, UNSETTLED_STEPS + 1, SETTLED], dtype=torch.int32, device=device)[ints(5, NUM_LANES)],
+        since_retry=torch.tensor(
+            [0, 3, UNSETTLED_STEPS, UNSETTLED_STEPS + 1, SETTLED], dtype=torch.int32, device=device
+        )[ints(5, NUM_LANES)],
         late=ints(99, NUM_LANES + 1),
     )
 
