@@ -17,7 +17,7 @@ from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Demotion, StepPlan
 from minserve.kernels.build_digests import Digests, build_digests, digest_dtype, digest_shapes
 from minserve.kernels.demote_lane import demote_lane, rank_for_demotion
-from minserve.kernels.fetch_accounts import SETTLED
+from minserve.kernels.fetch_accounts import FRESH, SETTLED
 from minserve.kernels.score_blocks import LOOKAHEAD
 from minserve.kernels.select_blocks import SlotMaps
 from minserve.kernels.sparse_rows import RING
@@ -188,7 +188,7 @@ class WorkingSets:
             self._set_hosts(torch.full_like(places, lane), torch.arange(start, device=device), places)
         table = to_device([*demotion.slot_pages, *demotion.ring_pages], torch.int32, device)
         self.page_table[lane, :columns] = table
-        self.sparse[lane], self.since_retry[lane], self.ring_start[lane] = True, SETTLED, start
+        self.sparse[lane], self.since_retry[lane], self.ring_start[lane] = True, FRESH, start
         self.looks_ahead[lane], self.num_verified[lane] = policy.looks_ahead, policy.num_verified
         self.cap[lane] = policy.cap
         self.retry_above[lane] = torch.inf if policy.retry_above is None else policy.retry_above

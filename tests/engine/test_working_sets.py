@@ -10,6 +10,7 @@ from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import SparsePolicy
 from minserve.kernels import rank_blocks
 from minserve.kernels.build_digests import Digests, unpack_levels
+from minserve.kernels.fetch_accounts import SOONER, UNSETTLED_STEPS
 from minserve.kernels.fp8 import FP8
 from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
 from minserve.kernels.sparse_rows import RING
@@ -127,7 +128,7 @@ def check_digests(sets, hosts):
 def test_with_a_slot_for_every_block_the_text_is_the_dense_one(tmp_path, num_drafts):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     dense, dense_logits, _, _ = texts_and_logits(lab(tmp_path / "a", 24))
-    own = policy(looks_ahead=num_drafts > 0, num_verified=num_drafts, retry_above=0.15)
+    own = policy(looks_ahead=num_drafts > 0, num_verified=num_drafts, retry_above=0.02)
     sparse, logits, fetched, num_again = texts_and_logits(lab(tmp_path / "b", 24, num_drafts), own)
     assert sparse == dense
     assert num_again == 0
@@ -158,8 +159,8 @@ def as_on_a_gpu(own, at_once):
     ("num_drafts", "fields", "miss_policy", "host", "at_once"),
     [
         (0, {"cap": 2}, "approximate", "auto", 1),
-        (1, {"looks_ahead": True, "retry_above": 0.1, "cap": 1}, "retry", "auto", 2),
-        (3, {"looks_ahead": True, "num_verified": 2, "retry_above": 0.05}, "retry", "fp8", 2),
+        (1, {"looks_ahead": True, "retry_above": 0.01, "cap": 1}, "retry", "auto", 2),
+        (3, {"looks_ahead": True, "num_verified": 2, "retry_above": 0.005}, "retry", "fp8", 2),
         (0, {}, "recall", "auto", 2),
     ],
 )
@@ -250,6 +251,22 @@ def test_a_lane_that_is_set_up_anew_is_resident(tmp_path):
     assert own.sets.sparse[0]
     assert texts_and_logits(own)[0] == first
     assert not own.sets.sparse[0]
+
+
+@pytest.mark.parametrize(("share", "runs_again"), [(0.99, True), (1.01, False)])
+def test_in_its_first_step_a_sparse_lane_runs_again_sooner(tmp_path, share, runs_again):
+    """share: of what that step lacks, which it lacks again when it is done again."""
+    own = lab(tmp_path, 4, 1)
+    own.read(PROMPT, NEW)
+    own.decode(), own.decode()
+    start = own.snapshot()
+    own.demote(policy(looks_ahead=True))
+    own.decode()
+    lacking = own.lookahead.background.lacking
+    assert (lacking > 0, own.sets.since_retry[0] > UNSETTLED_STEPS) == (True, True)
+    own.restore(start)
+    own.demote(policy(looks_ahead=True, retry_above=share * lacking / SOONER))
+    assert (not own.decode().tokens) == runs_again
 
 
 def test_a_row_that_runs_again_has_all_that_was_worth_it_in_the_first_layer(tmp_path):

@@ -65,8 +65,8 @@ def engine(folder, device, num_drafts=0, like=None, num_slots=NUM_SLOTS, **optio
     ("num_drafts", "fields", "miss_policy"),
     [
         (0, {"cap": 2}, "approximate"),
-        (1, {"looks_ahead": True, "retry_above": 0.03, "cap": 1}, "retry"),
-        (3, {"looks_ahead": True, "num_verified": 2, "retry_above": 0.03}, "retry"),
+        (1, {"looks_ahead": True, "retry_above": 0.003, "cap": 1}, "retry"),
+        (3, {"looks_ahead": True, "num_verified": 2, "retry_above": 0.003}, "retry"),
         (0, {}, "recall"),
     ],
 )
