@@ -64,7 +64,7 @@ def _shortlist_blocks_kernel(
     least: tl.constexpr = -1e30  # in place of -inf, of which there is no difference
 
     worth = tl.full([width], least, tl.float32)
-    for row in tl.static_range(2):
+    for row in range(2):  # not unrolled: in registers, the logits of both would keep other programs from beginning
         logit = tl.load(source + row * row_stride, mask=is_known, other=-float("inf")).to(tl.float32) * bits
         most = tl.maximum(tl.max(logit, 0), least)
         norm = most + fast_log2(tl.maximum(tl.sum(tl.exp2(logit - most[None, :]), 0), 1.0))

@@ -39,6 +39,7 @@ from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import SamplingState, draw_triton
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, empty_logits, score_blocks_triton
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks_triton
+from minserve.kernels.shortlist_blocks import shortlist_blocks_triton, shortlist_length
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.sparse_rows import RING, LaneTables, begin_rows_triton
 from minserve.kernels.step_inputs import step_inputs_triton
@@ -186,10 +187,12 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     yield functools.partial(score_blocks_triton, queries, digests.extremes, ranked, lanes, lanes)
     num_blocks = min(RANKED_BLOCKS, model.max_blocks)
     logits = empty_logits(queries, model.kv_heads, num_blocks)
+    yield functools.partial(shortlist_blocks_triton, logits, min(shortlist_length(SLOTS), num_blocks))
     yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)
     if model.max_blocks > RANKED_BLOCKS:  # a large group, and twice as many
         logits = empty_logits(work.floats(entries, 2, 8 * model.kv_heads, model.head_dim), model.kv_heads, LONG_BLOCKS)
         block_slot = empty(LANES, model.kv_heads, LONG_BLOCKS, dtype=torch.int32)
+        yield functools.partial(shortlist_blocks_triton, logits, shortlist_length(SLOTS))
         yield functools.partial(rank_blocks_triton, logits, block_slot, lanes, lanes, SLOTS - 1)
     wanted = empty(entries, 2, model.kv_heads, num_blocks, dtype=torch.bool)
     ranking = (wanted[:, LOOKAHEAD], wanted[:, LOOKAHEAD].float().contiguous(), wanted[:, NORMAL])

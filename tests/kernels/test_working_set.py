@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from minserve.config import BLOCK_SIZE
-from minserve.kernels.build_digests import build_digests, digest_dtype, digest_shape
+from minserve.kernels.build_digests import Digests, build_digests, empty_digests
 from minserve.kernels.decode_attention import decode_attention_reference, decode_batch
 from minserve.kernels.fetch_blocks import fetch_blocks, retire_block
 from minserve.kernels.fp8 import FP8
 from minserve.kernels.rank_blocks import rank_blocks
-from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, score_blocks
+from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
+from minserve.kernels.score_keys import expect_in_blocks
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
 from minserve.kernels.sparse_rows import (
     RING,
@@ -30,7 +31,7 @@ from minserve.kernels.sparse_rows import (
 from minserve.kernels.step_inputs import step_inputs_reference
 from minserve.kernels.store_blocks import store_blocks
 
-from .working_sets import assert_consistent, expected_digest, expected_logit, group_scores, pages_for
+from .working_sets import assert_consistent, expected_digest, expected_key_logit, group_scores, pages_for
 
 INF = float("inf")
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
@@ -51,8 +52,8 @@ class Server:
         block = (KV_HEADS, 2, BLOCK_SIZE, HEAD_DIM)
         self.text = self.numbers(3, MAX_BLOCKS, *block)
         self.kv, self.host = self.numbers(3 * columns, *block), self.numbers(3 * MAX_BLOCKS, 1, *block)
-        digests = torch.full((3 * MAX_BLOCKS, *digest_shape(KV_HEADS, HEAD_DIM)), torch.nan, device=device)
-        self.digests = digests.to(digest_dtype(device, digests.dtype))
+        self.digests = empty_digests((3 * MAX_BLOCKS,), KV_HEADS, HEAD_DIM, self.kv.dtype, device)
+        self.digests.extremes.copy_(torch.tensor(torch.nan))
         self.page_table = pages_for(3, columns, device)
         # A digest has the place that its block has in host memory.
         self.host_table = pages_for(3, MAX_BLOCKS, device)
@@ -105,7 +106,7 @@ class Server:
         """Rank, select, fetch and retire: (queries of the lookahead row, plan)."""
         rows = q.view(len(LANES), 1 + DRAFTS, KV_HEADS * GROUP, HEAD_DIM)
         queries = torch.stack((rows[:, DRAFTS], rows[:, 0]), dim=1)
-        logits = score_blocks(queries, self.digests, self.host_table, self.lanes, ring.next_start)
+        logits = expect_in_blocks(queries, self.digests, self.host_table, self.lanes, ring.next_start, MAX_BLOCKS)
         block_slot = self.maps.block_slot
         scores, wanted, *_ = rank_blocks(logits, block_slot, self.lanes, ring.start, self.num_slots - 1)
         plan = select_blocks(
@@ -145,7 +146,7 @@ class Server:
         """[end] floats, by the keys of the text itself and what was in slots."""
         digests = [expected_digest(keys) for keys in self.text[lane, 1:end, head, 0].tolist()]
         heads = query[head * GROUP : (head + 1) * GROUP].tolist()
-        logits = [[-INF, *(expected_logit(q, digest) for digest in digests)] for q in heads]
+        logits = [[-INF, *(expected_key_logit(q, digest) for digest in digests)] for q in heads]
         return group_scores(logits, self.held_before[lane][head])[0]
 
     def held(self, lane, head):
@@ -255,7 +256,7 @@ def test_a_captured_background_with_pinned_host_blocks_equals_the_cpu(cap, allow
             setattr(mirror, name, value.to(device))
     mirror.maps = SlotMaps(*(table.to(device) for table in server.maps))
     mirror.host = server.host.clone().pin_memory()
-    mirror.digests = server.digests.to(device, digest_dtype(device, server.digests.dtype))
+    mirror.digests = empty_digests((3 * MAX_BLOCKS,), KV_HEADS, HEAD_DIM, server.kv.dtype, device)
     q = torch.zeros(len(LANES) * (1 + DRAFTS), KV_HEADS * GROUP, HEAD_DIM, device=device)
 
     def background():
@@ -272,8 +273,10 @@ def test_a_captured_background_with_pinned_host_blocks_equals_the_cpu(cap, allow
         ring = advance_ring(server.num_tokens, server.ring_start, server.sparse, server.lanes)
         queries, _, _ = server.attend(ring)
         q.copy_(queries)
-        for name in ("num_tokens", "digests", "kv", "host"):
+        for name in ("num_tokens", "kv", "host"):
             getattr(mirror, name).copy_(getattr(server, name))
+        for copied, table in zip(mirror.digests, server.digests):
+            copied.copy_(table)
         graph.replay()
         _, expected = server.background(ring, queries)
         for found, wanted in zip((*plan, *mirror.maps, mirror.kv), (*expected, *server.maps, server.kv)):
@@ -291,7 +294,7 @@ def test_no_operation_looks_at_what_tensors_hold():
     lanes, sparse = ints(entries, dtype=torch.int64), ints(num_lanes, dtype=torch.bool)
     table, host_table, step = ints(num_lanes, columns), ints(num_lanes, MAX_BLOCKS), ints(1)
     kv, host = (torch.empty(*shape, 2, 2, 16, 8, device="meta") for shape in ((9,), (7, 2)))
-    digests = torch.empty(6, *digest_shape(2, 8), device="meta")
+    digests = Digests(torch.empty(6, 2, 2, 4, device="meta"), ints(6, 2, 16, 1, dtype=torch.uint8))
     maps = SlotMaps(*(ints(num_lanes, 2, size) for size in (slots, slots, MAX_BLOCKS)))
     counts = [ints(num_lanes, dtype=torch.int64) for _ in range(2)]
 
@@ -301,7 +304,7 @@ def test_no_operation_looks_at_what_tensors_hold():
     rows, _ = begin_rows(*(ints(6, dtype=torch.int64) for _ in range(2)), table, tables, lanes, given, slots)
     assert rows.page_table.shape == (entries, columns)
     queries = torch.empty(entries, 2, 6, 8, device="meta")
-    logits = score_blocks(queries, digests, host_table, lanes, ring.next_start)
+    logits = expect_in_blocks(queries, digests, host_table, lanes, ring.next_start, 5)
     scores, wanted, *_ = rank_blocks(logits, maps.block_slot, lanes, ring.start, slots - 1)
     q = torch.empty(6, 6, 8, device="meta")
     sparse_attention_reference(q, kv, table, maps.slot_block, lanes, rows.lengths, ring.start)
