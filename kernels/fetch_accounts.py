@@ -26,8 +26,8 @@ UNSETTLED_STEPS, SOONER = 4, 0.22
 """Needles are found by it that one threshold loses, at the same share of steps on own text (tools/NOTES.md)."""
 
 FRESH, SETTLED = UNSETTLED_STEPS, 2**30
-"""Steps since it ran again, of a lane that has just become sparse, whose first step is unsettled too, as it asks for what
-nobody knew of when its slots were filled; and the most that is counted."""
+"""Steps since it ran again: of a lane that has just become sparse, whose first step is unsettled too, as it asks for
+what nobody knew of when its slots were filled; and the most that is counted."""
 
 
 class Accounts(NamedTuple):

@@ -11,10 +11,11 @@ With p_h(j) the logit that head h of a group expects in block j (score_blocks.py
     worth    = what the normal row wants, but for the missing whose mean share over h is LEAST_SHARE or less: so a step
                that runs again fetches few blocks for nearly all that it lacked
 
-Squares tell one block of which much is expected from many of which little is: text goes on well without the latter. Half of the norm is between the
-sum of these shares, to which a head counts little whose attention is spread, and the greatest logit, which has no
-regard for what else a head finds: as good for a needle as the latter, for the rest as the former. What a held block is
-ahead saves fetches that gain next to nothing. tools/NOTES.md, "What the ranking misses", has the numbers.
+Squares tell one block of which much is expected from many of which little is: text goes on well without the latter.
+Half of the norm is between the sum of these shares, to which a head counts little whose attention is spread, and the
+greatest logit, which has no regard for what else a head finds: as good for a needle as the latter, for the rest as the
+former. What a held block is ahead saves fetches that gain next to nothing. tools/NOTES.md, "What the ranking misses",
+has the numbers.
 """
 
 from typing import NamedTuple

@@ -38,6 +38,7 @@ from minserve.kernels.retire_block import retire_block_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import SamplingState, draw_triton
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, empty_logits, score_blocks_triton
+from minserve.kernels.score_keys import score_keys_triton
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks_triton
 from minserve.kernels.shortlist_blocks import shortlist_blocks_triton, shortlist_length
 from minserve.kernels.silu_mul import silu_mul_triton
@@ -187,7 +188,10 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     yield functools.partial(score_blocks_triton, queries, digests.extremes, ranked, lanes, lanes)
     num_blocks = min(RANKED_BLOCKS, model.max_blocks)
     logits = empty_logits(queries, model.kv_heads, num_blocks)
-    yield functools.partial(shortlist_blocks_triton, logits, min(shortlist_length(SLOTS), num_blocks))
+    count = min(shortlist_length(SLOTS), num_blocks)
+    yield functools.partial(shortlist_blocks_triton, logits, count)
+    shortlist = empty(entries, model.kv_heads, count, dtype=torch.int32)
+    yield functools.partial(score_keys_triton, queries, digests, ranked[:, :num_blocks], lanes, shortlist, logits)
     yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)
     if model.max_blocks > RANKED_BLOCKS:  # a large group, and twice as many
         logits = empty_logits(work.floats(entries, 2, 8 * model.kv_heads, model.head_dim), model.kv_heads, LONG_BLOCKS)
