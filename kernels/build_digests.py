@@ -111,7 +111,7 @@ def build_digests_reference(kv: torch.Tensor, digests: Digests, pages: torch.Ten
     extremes = torch.stack(torch.aminmax(keys, dim=2), dim=2).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
     least, most = extremes.to(torch.float32).unsqueeze(2).unbind(3)
     above, span = keys.to(torch.float32) - least, most - least
-    levels = sum((above * 6 > span * odd).to(torch.uint8) for odd in (1, 3, 5))
+    levels = torch.stack([above * 6 > span * odd for odd in (1, 3, 5)]).sum(dim=0, dtype=torch.uint8)
     write_where(digests.extremes, places, extremes.to(digests.extremes.dtype), valid)
     write_where(digests.keys, places, pack_levels(levels), valid)
 
@@ -121,7 +121,8 @@ def pack_levels(levels: torch.Tensor) -> torch.Tensor:
     size = levels.shape[-1]
     quarters = torch.nn.functional.pad(levels, (0, -size % 4)).unflatten(-1, (4, -1))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=levels.device)
-    return (quarters << shifts[:, None]).sum(dim=-2, dtype=torch.uint8)
+    packed: torch.Tensor = (quarters << shifts[:, None]).sum(dim=-2, dtype=torch.uint8)
+    return packed
 
 
 def unpack_levels(keys: torch.Tensor, size: int) -> torch.Tensor:

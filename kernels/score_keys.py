@@ -28,7 +28,7 @@ def expect_in_blocks(
     end: torch.Tensor,
     count: int,
 ) -> torch.Tensor:
-    """As `score_blocks` returns it; -inf where a block is not ranked, or is not among the `count` worth a second look."""
+    """As `score_blocks`, but -inf also where a block is not among the `count` that are worth a second look."""
     logits = score_blocks(queries, digests.extremes, digest_table, lanes, end)
     shortlist = shortlist_blocks(logits, min(count, logits.shape[3]))
     score_keys(queries, digests, digest_table, lanes, shortlist, logits)

@@ -17,8 +17,8 @@ import torch
 
 from minserve.kernels.fetch_accounts import COUNTERS, Accounts, Outcome, count_fetches, take_given
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
-from minserve.kernels.shortlist_blocks import shortlist_length
 from minserve.kernels.select_blocks import FetchPlan
+from minserve.kernels.shortlist_blocks import shortlist_length
 from minserve.kernels.sparse_rows import Ring
 from minserve.lookahead.layers import LAYERS_AT_ONCE, LayerGroup, Stack
 from minserve.lookahead.order import Order
