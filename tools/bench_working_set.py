@@ -101,7 +101,8 @@ def ranking_parts(lanes: torch.Tensor, start: torch.Tensor, maps: Any) -> Iterat
         return shortlist_blocks.shortlist_blocks(logits, count)
 
     listed = shortlist()
-    yield Part("shortlist_blocks, and a copy of logits", shortlist, *on_device(4.0 * logits.nbytes)), listed
+    bounds = on_device(4.0 * logits.nbytes)
+    yield Part("shortlist_blocks, and a copy of logits", shortlist, *bounds, (shortlist_blocks, LOGITS)), listed
     keys = functools.partial(score_keys.score_keys, queries, digests, table, lanes, listed, logits)
     num_bytes = 1.0 * listed.numel() / places / KV_HEADS * (digests.extremes.nbytes + digests.keys.nbytes)
     yield Part("score_keys", keys, *on_device(num_bytes), (score_keys, knobs(KEYS, "TILE", "NUM_WARPS", "PROGRAMS"))), 0
