@@ -44,7 +44,7 @@ def test_a_list_has_the_blocks_that_are_worth_most(shorten, dtype, kv_heads, gro
     torch.manual_seed(num_blocks)
     ends = (num_blocks, num_blocks // 2, 0)
     given = random_logits(3, kv_heads, group, num_blocks, ends).to(dtype)
-    logits = by_block(given, kv_heads).to(device)
+    logits = by_block(given.to(device), kv_heads)
     found = shorten(logits, count)
     assert (found.shape, found.dtype) == ((3, kv_heads, count), torch.int32)
     grouped, left = given.float().unflatten(2, (kv_heads, group)), logits.float().cpu().transpose(3, 4)
@@ -67,7 +67,7 @@ def test_of_blocks_that_are_worth_the_same_the_first_are_listed(shorten, device)
     logits = torch.full((1, 2, 2, 50), -INF)
     logits[..., 1:] = 0.5
     logits[:, 1, :, [7, 40]] = 2.0
-    assert shorten(by_block(logits, 1).to(device), 6).tolist() == [[[1, 2, 3, 4, 7, 40]]]
+    assert shorten(by_block(logits.to(device), 1), 6).tolist() == [[[1, 2, 3, 4, 7, 40]]]
 
 
 @BOTH
@@ -75,7 +75,7 @@ def test_of_blocks_that_are_worth_the_same_the_first_are_listed(shorten, device)
 def test_a_block_that_one_head_of_one_row_needs_is_listed(shorten, row, device):
     logits = torch.zeros(1, 2, 4, 50)
     logits[..., 0], logits[..., 4:9], logits[:, row, 2, 33] = -INF, 1.0, 6.0
-    assert shorten(by_block(logits, 1).to(device), 3).tolist() == [[[4, 5, 33]]]
+    assert shorten(by_block(logits.to(device), 1), 3).tolist() == [[[4, 5, 33]]]
 
 
 @BOTH
@@ -86,16 +86,16 @@ def test_heads_are_half_normalised(shorten, device):
     logits[:, :, 0] -= torch.arange(40) * 0.01
     logits[..., 0] = -INF
     # 30 less half of 30 + log 39 is above what the other head has, in which 4 less half of 4.5 are.
-    assert shorten(by_block(logits, 1).to(device), 2).tolist() == [[[1, 2]]]
+    assert shorten(by_block(logits.to(device), 1), 2).tolist() == [[[1, 2]]]
     logits[:, :, 0] -= 28.0
-    assert shorten(by_block(logits, 1).to(device), 2).tolist() == [[[1, 9]]]
+    assert shorten(by_block(logits.to(device), 1), 2).tolist() == [[[1, 9]]]
 
 
 @BOTH
 def test_numbers_as_large_as_logits_can_be_are_listed(shorten, device):
     logits = torch.full((1, 2, 2, 20), -1e4)
     logits[..., 5], logits[..., 7] = 1e4, 80.0
-    assert shorten(by_block(logits, 1).to(device), 3).tolist() == [[[0, 5, 7]]]
+    assert shorten(by_block(logits.to(device), 1), 3).tolist() == [[[0, 5, 7]]]
 
 
 def test_a_list_is_twice_as_long_as_there_are_slots_and_no_shorter_than_4k_tokens():
