@@ -1,16 +1,21 @@
-"""Summaries of full blocks, by which blocks are ranked without looking at their keys (after Quest, arXiv 2406.10774).
+"""Summaries of full blocks, by which blocks are ranked without looking at their keys, in two looks.
 
-    digests[places[i], h, part, 0] = min over the part's 8 tokens t of kv[pages[i], h, 0, t, slow]     (by coordinate)
-    digests[places[i], h, part, 1] = max over the same
+By the extremes, for the first look (after Quest, arXiv 2406.10774), of each slow coordinate d of a block's 16 keys:
 
-for both halves of a block, rounded to E4M3, the 8-bit floating point of 4 bits of exponent and 3 of mantissa, and to
-its largest number, 448. slow: the half of the coordinates that RoPE turns slowest. The others turn far enough within a
-few tokens that their extremes say little more than how large they are; in their place, and in that of the mantissas'
-last bits, there is a second half, which says much (tools/NOTES.md, "What the ranking misses"): of 16 tokens it takes
-half the bytes of the extremes of all coordinates in 16 bits, and finds more.
+    least_d, most_d = min, max over tokens t of key_td        rounded to E4M3, the 8-bit floating point of 4 bits of
+                                                              exponent and 3 of mantissa, up to its largest, 448
+By levels, for a second look at those blocks that are the best by extremes (score_keys.py): what a query finds in a
+block is mostly in one of its keys, of which extremes do not tell where each stands. A level is the nearest of 4:
 
-The keys are those after RoPE, as they stand in pages. Neither extreme can be undone for one token: a block is
-summarized when it is full and all of its tokens are accepted.
+    level_td = how many of 1, 3 and 5 sixths of (most_d - least_d) lie below key_td - least_d
+    key_td  ~= least_d + (most_d - least_d) level_td / 3
+
+slow: the half of the coordinates that RoPE turns slowest. The others turn far enough within a few tokens that their
+extremes say little more than how large they are. tools/NOTES.md, "What the ranking misses", has what is found by less
+and by more. Both together take 3 of 64 bytes of what the block itself does in 16 bits: extremes 1, levels 2.
+
+The keys are those after RoPE, as they stand in pages. Neither can be undone for one token: a block is summarized when
+it is full and all of its tokens are accepted.
 """
 
 from typing import Any, NamedTuple
@@ -30,8 +35,9 @@ class Digests(NamedTuple):
     """Of blocks, one layer's or those of several.
 
     extremes: [places, kv_heads, 2 (min, max), slow coordinates], numbers of E4M3
-    keys: [places, kv_heads, 16 (tokens), slow coordinates / 4] uint8, levels: those of coordinates i, i + n, i + 2 n and
-        i + 3 n are in byte i, n being as many as there are bytes, from the lowest bits up
+    keys: [places, kv_heads, 16 (tokens), slow coordinates / 4, rounded up] uint8, levels: those of coordinates i,
+        i + n, i + 2 n and i + 3 n are in byte i, n being as many as there are bytes, from the lowest bits up; what is
+        behind the last coordinate is 0
     """
 
     extremes: torch.Tensor
@@ -145,32 +151,41 @@ def _round_to_e4m3(x, largest: tl.constexpr):
 
 @triton.jit
 def _build_digests_kernel(
-    kv, digests, pages, places, largest: tl.constexpr, kv_heads: tl.constexpr, block_size: tl.constexpr,
-    head_dim: tl.constexpr, parts: tl.constexpr, width: tl.constexpr,
+    kv, extremes, levels, pages, places, largest: tl.constexpr, kv_heads: tl.constexpr, block_size: tl.constexpr,
+    head_dim: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """One program for one KV head of one page; width: head_dim / 2, rounded up to a power of two."""
+    """One program for one KV head of one page, a quarter of the slow coordinates at a time: the lowest bits of all
+    bytes, then the next. size: bytes of a token's levels; width: the same, rounded up to a power of two."""
     number = tl.program_id(0) // kv_heads
     head = tl.program_id(0) % kv_heads
     place = tl.load(places + number)
     if place >= 0:
         page = tl.load(pages + number)
         half: tl.constexpr = head_dim // 2
-        column = tl.arange(0, width)[None, :]
-        known = column < half
         token = tl.arange(0, block_size)[:, None]
-        source = kv + (page * kv_heads + head) * (2 * block_size * head_dim)
-        keys = tl.load(source + token * head_dim + slow_column(column, head_dim), mask=known, other=0.0).to(tl.float32)
-        keys = tl.reshape(keys, [parts, block_size // parts, width])
-        target = digests + (place * kv_heads + head) * (2 * parts * half)
-        target += tl.arange(0, parts)[:, None] * (2 * half) + column
-        least, most = _round_to_e4m3(tl.min(keys, 1), largest), _round_to_e4m3(tl.max(keys, 1), largest)
-        tl.store(target, least.to(digests.dtype.element_ty), mask=known)
-        tl.store(target + half, most.to(digests.dtype.element_ty), mask=known)
+        byte = tl.arange(0, width)
+        source = kv + (page * kv_heads + head) * (2 * block_size * head_dim) + token * head_dim
+        target = extremes + (place * kv_heads + head) * (2 * half)
+        packed = tl.zeros([block_size, width], tl.int32)
+        for quarter in tl.static_range(4):
+            column = quarter * size + byte
+            known = (byte < size) & (column < half)
+            key = tl.load(source + slow_column(column, head_dim)[None, :], mask=known[None, :], other=0.0)
+            key = key.to(tl.float32)
+            least, most = _round_to_e4m3(tl.min(key, 0), largest), _round_to_e4m3(tl.max(key, 0), largest)
+            tl.store(target + column, least.to(extremes.dtype.element_ty), mask=known)
+            tl.store(target + half + column, most.to(extremes.dtype.element_ty), mask=known)
+            above, span = (key - least[None, :]) * 6, (most - least)[None, :]
+            level = (above > span).to(tl.int32) + (above > span * 3).to(tl.int32) + (above > span * 5).to(tl.int32)
+            packed |= level << 2 * quarter
+        target = levels + (place * kv_heads + head) * (block_size * size) + token * size + byte[None, :]
+        tl.store(target, packed.to(tl.uint8), mask=(byte < size)[None, :])
 
 
-def build_digests_triton(kv: torch.Tensor, digests: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> None:
+def build_digests_triton(kv: torch.Tensor, digests: Digests, pages: torch.Tensor, places: torch.Tensor) -> None:
     _, kv_heads, _, block_size, head_dim = kv.shape
-    width = triton.next_power_of_2(head_dim // 2)
+    size = digests.keys.shape[-1]
     _build_digests_kernel[(len(pages) * kv_heads,)](
-        kv, digests, pages, places, FP8_MAX, kv_heads, block_size, head_dim, PARTS, width, num_warps=1
-    )
+        kv, *digests, pages, places, FP8_MAX, kv_heads, block_size, head_dim, size, triton.next_power_of_2(size),
+        num_warps=1,
+    )  # fmt: skip

@@ -4,9 +4,10 @@
 
 with min, max and the slow coordinates as in build_digests.py. With 1 in place of 0.7 it would be the least upper bound
 of what these coordinates give to q . k for any key k of the block (Quest, arXiv 2406.10774), which says more of its
-spread than of what is in it; tools/NOTES.md, "What the ranking misses", has the alternatives. So it is good for telling
-which blocks are worth a second look (shortlist_blocks.py, score_keys.py). It is linear in the extremes. So all logits of a KV head are one product, of its extremes by the weights of its queries, which are vectors
-twice as long as there are slow coordinates, with u = UPPER:
+spread than of what is in it; tools/NOTES.md, "What the ranking misses", has the alternatives. It is good for telling
+which blocks are worth a second look (shortlist_blocks.py, score_keys.py). It is linear in the extremes. So all logits
+of a KV head are one product, of its extremes by the weights of its queries, which are vectors twice as long as there
+are slow coordinates, with u = UPPER:
 
     [u min(q, 0) + (1 - u) max(q, 0), u max(q, 0) + (1 - u) min(q, 0)] . [min, max]
 
@@ -16,8 +17,9 @@ and low the nearest to what is left. So a weight is off by 2^-8 of itself at mos
 bfloat16 it would be by 2^-9. Hopper's tensor cores add up products of 8 bits with 13 bits or so, of the greatest
 partial sum. Wider extremes are multiplied as float16, and of float32 queries all is float32.
 
-Two rows of each lane are looked at together, so that extremes are read once: the lookahead row, which says what the next
-step wants, and the normal row, which says what this one would have wanted. rank_blocks.py says it of a whole group.
+Two rows of each lane are looked at together, so that extremes are read once: the lookahead row, which says what the
+next step wants, and the normal row, which says what this one would have wanted. rank_blocks.py says it of a whole
+group.
 
 Ranked are the blocks [1, end) that have a digest: block 0 is pinned and what is in the ring is at hand. A logit is -inf
 just where a block is not ranked.

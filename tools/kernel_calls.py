@@ -14,7 +14,7 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.accept_drafts import Limits, accept_drafts_triton
 from minserve.kernels.adjust_logits import Adjustments, adjust_logits_triton, count_tokens_triton
-from minserve.kernels.build_digests import build_digests_triton, digest_shape
+from minserve.kernels.build_digests import Digests, build_digests_triton, digest_shapes
 from minserve.kernels.decode_attention import DecodeBatch, decode_attention_triton
 from minserve.kernels.fetch_accounts import Accounts, Outcome, count_fetches_triton, take_given_triton
 from minserve.kernels.fetch_blocks import fetch_blocks_triton
@@ -169,7 +169,8 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     """A layer's ranking, selection, fetches and retirement, and what is done once a step."""
     model, entries = work.model, work.rows
     kv, host = pages(work), work.floats(PAGES, LAYERS, model.kv_heads, 2, BLOCK_SIZE, model.head_dim)
-    digests = empty(PAGES, *digest_shape(model.kv_heads, model.head_dim), dtype=FP8)
+    shapes = digest_shapes(model.kv_heads, model.head_dim)
+    digests = Digests(*(empty(PAGES, *shape, dtype=own) for shape, own in zip(shapes, (FP8, torch.uint8))))
     lanes, of_lane = empty(entries), empty(LANES, dtype=torch.int32)
     sparse, step = empty(LANES, dtype=torch.bool), empty(1, dtype=torch.int32)
     table, host_table = (empty(LANES, columns, dtype=torch.int32) for columns in (SLOTS + RING, model.max_blocks))
@@ -181,7 +182,8 @@ def working_set_calls(work: Work) -> Iterator[Call]:
         rows = empty(entries * per_entry)
         yield functools.partial(begin_rows_triton, rows, rows, host_table, tables, lanes, given, SLOTS, BLOCK_SIZE)
     queries = work.floats(entries, 2, model.heads, model.head_dim)
-    yield functools.partial(score_blocks_triton, queries, digests, host_table[:, :RANKED_BLOCKS], lanes, lanes)
+    ranked = host_table[:, :RANKED_BLOCKS]
+    yield functools.partial(score_blocks_triton, queries, digests.extremes, ranked, lanes, lanes)
     num_blocks = min(RANKED_BLOCKS, model.max_blocks)
     logits = empty_logits(queries, model.kv_heads, num_blocks)
     yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)

@@ -2,6 +2,8 @@
 
 import math
 import random
+import struct
+from typing import NamedTuple
 
 import torch
 
@@ -97,22 +99,48 @@ def slow(head_dim):
     return sorted(sorted(range(head_dim), key=lambda d: angles[d])[: head_dim // 2])
 
 
+class Digest(NamedTuple):
+    """Of a block: extremes [min, max][slow coordinate], levels [16][slow coordinate], as lists."""
+
+    extremes: list
+    levels: list
+
+
+def single(x):
+    """The nearest number of float32."""
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
 def expected_digest(keys):
-    """[part][min, max][slow coordinate] of a block's [16][head_dim] keys, as lists."""
-    halves = (keys[:8], keys[8:])
-    return [
-        [[to_e4m3(pick(key[d] for key in half)) for d in slow(len(keys[0]))] for pick in (min, max)] for half in halves
-    ]
+    """Of a block's [16][head_dim] keys, as lists."""
+    keys = [[key[d] for d in slow(len(key))] for key in keys]
+    least, most = ([to_e4m3(pick(column)) for column in zip(*keys)] for pick in (min, max))
+    levels = [[expected_level(*numbers) for numbers in zip(key, least, most)] for key in keys]
+    return Digest([least, most], levels)
 
 
-def expected_logit(q, digest):
-    """What one query of head_dim numbers expects to find in a block of this digest, [part][min, max][slow]."""
-    own, root = [q[d] for d in slow(len(q))], math.sqrt(len(q))
-    parts = []
-    for least, most in digest:
-        terms = (x * (a + b) / 2 + 0.7 * abs(x) * (b - a) / 2 for x, a, b in zip(own, least, most))
-        parts.append(sum(terms) / root)
-    return math.log(sum(math.exp(part) for part in parts))
+def expected_level(x, least, most):
+    """The nearest of 4 levels from `least` to `most`, of two as near the lower one."""
+    sixths = single(single(x - least) * 6)  # of what lies between; the rest is exact in float32
+    return sum(sixths > (most - least) * odd for odd in (1, 3, 5))
+
+
+def expected_logit(q, extremes):
+    """What one query of head_dim numbers expects to find in a block of these extremes, [min, max][slow]."""
+    own = [q[d] for d in slow(len(q))]
+    terms = (x * (a + b) / 2 + 0.7 * abs(x) * (b - a) / 2 for x, a, b in zip(own, *extremes))
+    return sum(terms) / math.sqrt(len(q))
+
+
+def expected_key_logit(q, digest):
+    """The same by the levels of the block's keys: the logarithm of the sum of the exponentials of 16 logits."""
+    own, (least, most) = [q[d] for d in slow(len(q))], digest.extremes
+    logits = []
+    for levels in digest.levels:
+        key = [a + (b - a) * level / 3 for a, b, level in zip(least, most, levels)]
+        logits.append(sum(x * y for x, y in zip(own, key)) / math.sqrt(len(q)))
+    top = max(logits)
+    return top + math.log(sum(math.exp(logit - top) for logit in logits))
 
 
 def by_head(logits):
