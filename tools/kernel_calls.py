@@ -38,6 +38,7 @@ from minserve.kernels.retire_block import retire_block_triton
 from minserve.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from minserve.kernels.sampling import SamplingState, draw_triton
 from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL, empty_logits, score_blocks_triton
+from minserve.kernels.score_keys import score_keys_triton
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks_triton
 from minserve.kernels.silu_mul import silu_mul_triton
 from minserve.kernels.sparse_rows import RING, LaneTables, begin_rows_triton
@@ -53,6 +54,8 @@ LANES, PAGES, LAYERS, EPS = 256, 1024, 36, 1e-6
 MAX_DRAFTS, DRAFT_VOCAB = 8, 32000
 SLOTS, CAPS, RANKED_BLOCKS, LONG_BLOCKS = 128, (6, 128), 1024, 2048
 """Of working sets: K, what one head may fetch, and blocks that a step may rank."""
+LISTED = 256
+"""Blocks of a shortlist."""
 EXAMPLE_TILES = (
     Tile(8, 64, 4, 3, tensor_cores=False),
     Tile(8, 64, 4, 3, tensor_cores=False, ahead=1),
@@ -186,6 +189,8 @@ def working_set_calls(work: Work) -> Iterator[Call]:
     yield functools.partial(score_blocks_triton, queries, digests.extremes, ranked, lanes, lanes)
     num_blocks = min(RANKED_BLOCKS, model.max_blocks)
     logits = empty_logits(queries, model.kv_heads, num_blocks)
+    shortlist = empty(entries, model.kv_heads, LISTED, dtype=torch.int32)
+    yield functools.partial(score_keys_triton, queries, digests, ranked, lanes, shortlist, logits)
     yield functools.partial(rank_blocks_triton, logits, maps.block_slot, lanes, lanes, SLOTS - 1)
     if model.max_blocks > RANKED_BLOCKS:  # a large group, and twice as many
         logits = empty_logits(work.floats(entries, 2, 8 * model.kv_heads, model.head_dim), model.kv_heads, LONG_BLOCKS)
