@@ -13,7 +13,8 @@ of the two takes fewer shifts, with s = 4 or 16,
 
     key = (1 + level / s) a + (min - a)      a = s (max - min) / 3
 
-is one instruction for two coordinates. It is off by 2^-8 of max - min at most, where the level is by 2^-3.
+is one instruction for two coordinates. It is off by about 2^-8 of max - min at most, where the level is
+by a sixth.
 
 A program's matrices have a row for each token of each block, tokens first, so that a block's 16 logits end up in one
 thread, and a block's extremes serve all of its tokens. A row of a digest is read as words of 4 bytes, 16 coordinates:
@@ -30,9 +31,9 @@ from minserve.kernels.lang import BITS, fast_log2, tl, triton
 from minserve.kernels.score_blocks import MOST, score_blocks
 from minserve.kernels.shortlist_blocks import shortlist_blocks
 
-TILE, NUM_WARPS, NUM_STAGES = 8, 1, 3
+TILE, NUM_WARPS, NUM_STAGES = 8, 1, 4
 """Blocks that a program scores at a time, its warps, and stages. In one warp numbers never move between threads: with
-more of them, a tile has 8 blocks for each."""
+more, a tile should have 8 blocks for each."""
 
 PROGRAMS = 8192
 """How many programs are enough to keep a GPU busy: an H200 runs 2,640 at a time."""
@@ -157,14 +158,13 @@ def _load_queries(
 
 
 @triton.jit
-def _load_words(keys, source, number, one, size: tl.constexpr, block_size: tl.constexpr):
-    """Of blocks, [16 (tokens), blocks, words] int32. number: of words; one: 1. Triton does not know what it is, and so
-    leaves a row's words to as many threads, as tensor cores want them."""
+def _load_words(keys, source, number, size: tl.constexpr, block_size: tl.constexpr):
+    """Of blocks, [16 (tokens), blocks, words] int32. number: of words."""
     token = tl.arange(0, block_size)[:, None, None]
     width: tl.constexpr = number.shape[0]
     if keys.dtype.element_ty.primitive_bitwidth == 32:
         at = keys + (source * (block_size * size // 4))[None, :, None] + token * (size // 4)
-        at += (number * one)[None, None, :]
+        at += number[None, None, :]
         if size == 4 * width:
             word = tl.load(at)
         else:
@@ -192,11 +192,11 @@ def _load_extremes(
 
 @triton.jit
 def _load_extreme_pairs(
-    extremes, source, number, one, plane: tl.constexpr, odd: tl.constexpr, size: tl.constexpr, half: tl.constexpr
+    extremes, source, number, plane: tl.constexpr, odd: tl.constexpr, size: tl.constexpr, half: tl.constexpr
 ):
     """The same of bytes 0 and 2, or 1 and 3, in pairs of float16."""
     if extremes.dtype.element_ty.primitive_bitwidth == 32 and extremes.dtype.element_ty.is_int():  # 4 of E4M3
-        at = extremes + (source * (half // 2))[:, None] + (plane * (size // 4) + number * one)[None, :]
+        at = extremes + (source * (half // 2))[:, None] + (plane * (size // 4) + number)[None, :]
         if size == 4 * number.shape[0]:
             least, most = tl.load(at), tl.load(at + half // 4)
         else:
@@ -212,13 +212,13 @@ def _load_extreme_pairs(
 
 @triton.jit
 def _make_keys(
-    word, extremes, source, number, one, plane: tl.constexpr, odd: tl.constexpr, size: tl.constexpr,
+    word, extremes, source, number, plane: tl.constexpr, odd: tl.constexpr, size: tl.constexpr,
     half: tl.constexpr, is_short: tl.constexpr,
 ):  # fmt: skip
     """One plane of bytes 0 and 2 of each word, or 1 and 3: [16, blocks, words, 2], float16 or float32."""
     field: tl.constexpr = plane + 4 * odd  # 2 bits of each half of a word
     if is_short:
-        least, most = _load_extreme_pairs(extremes, source, number, one, plane, odd, size, half)
+        least, most = _load_extreme_pairs(extremes, source, number, plane, odd, size, half)
         minus_one: tl.constexpr = -0x43FF4400  # pairs of float16, as int32
         minus_zero: tl.constexpr = -0x7FFF8000
         third: tl.constexpr = 0x3D553D55 if plane % 2 == 0 else 0x45554555  # 4 / 3, 16 / 3
@@ -241,9 +241,9 @@ def _make_keys(
     return tl.join(low, high)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "table_stride", "count", "one"])
+@triton.jit(do_not_specialize=["num_blocks", "table_stride", "count"])
 def _score_keys_kernel(
-    queries, extremes, keys, digest_table, lanes, shortlist, logits, num_blocks, table_stride, count, one,
+    queries, extremes, keys, digest_table, lanes, shortlist, logits, num_blocks, table_stride, count,
     scale: tl.constexpr, most: tl.constexpr, bits: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
     head_dim: tl.constexpr, members: tl.constexpr, columns: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
     block_size: tl.constexpr, tile: tl.constexpr, side_by_side: tl.constexpr,
@@ -282,11 +282,11 @@ def _score_keys_kernel(
     out = logits + ((entry * 2 + column // group) * kv_heads + head) * num_blocks * members + column % group
     for start in range(first, stop, tile):
         source = tl.maximum(place, 0).to(tl.int64) * kv_heads + head
-        word = _load_words(keys, source, number, one, size, block_size)
+        word = _load_words(keys, source, number, size, block_size)
         logit = tl.zeros([block_size * tile, columns], tl.float32)
         for plane in tl.static_range(4):
-            even = _make_keys(word, extremes, source, number, one, plane, 0, size, half, is_short)
-            odd = _make_keys(word, extremes, source, number, one, plane, 1, size, half, is_short)
+            even = _make_keys(word, extremes, source, number, plane, 0, size, half, is_short)
+            odd = _make_keys(word, extremes, source, number, plane, 1, size, half, is_short)
             if side_by_side == 4:
                 key = tl.permute(tl.join(even, odd), (0, 1, 2, 4, 3))
             else:
@@ -335,8 +335,10 @@ def score_keys_triton(
         keys = keys.view(torch.int32)
         extremes = extremes.view(torch.int32) if queries.itemsize == 2 and extremes.itemsize == 1 else extremes
     columns, width = max(triton.next_power_of_2(2 * group), 8), max(triton.next_power_of_2(-(-size // 4)), 4)
+    # float32 is for tests: both factors are in registers.
+    num_warps, num_stages = (NUM_WARPS, NUM_STAGES) if queries.itemsize == 2 else (4, 1)
     _score_keys_kernel[(splits * kv_heads, entries)](
-        queries, extremes, keys, digest_table, lanes, shortlist, logits, num_blocks, digest_table.stride(0), count, 1,
+        queries, extremes, keys, digest_table, lanes, shortlist, logits, num_blocks, digest_table.stride(0), count,
         head_dim**-0.5, MOST * head_dim**0.5, BITS, kv_heads, group, head_dim, members, columns, size, width,
-        BLOCK_SIZE, TILE, SIDE_BY_SIDE, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        BLOCK_SIZE, TILE, SIDE_BY_SIDE, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
