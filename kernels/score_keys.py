@@ -38,9 +38,6 @@ more, a tile should have 8 blocks for each."""
 PROGRAMS = 8192
 """How many programs are enough to keep a GPU busy: an H200 runs 2,640 at a time."""
 
-PLANES = (0x03030303, 0x0C0C0C0C, 0x30303030, 0xC0C0C0C0 - 2**32)
-"""Which bits of 4 bytes are a plane's, as int32."""
-
 SIDE_BY_SIDE = 4 if tuple(map(int, getattr(triton, "__version__", "3.6").split(".")[:2])) < (3, 8) else 2
 """Numbers of a row that a thread hands to the tensor cores in a piece. It is Triton's choice, and no more than speed
 depends on knowing it."""
@@ -104,39 +101,41 @@ def score_keys_reference(
     logits: torch.Tensor,
 ) -> None:
     entries, rows, _, head_dim = queries.shape
-    (kv_heads, count), size, device = shortlist.shape[1:], digests.keys.shape[3], lanes.device
-    valid = shortlist >= 0
-    blocks = torch.where(valid, shortlist, 0).to(torch.int64)
+    (kv_heads, count), size = shortlist.shape[1:], digests.keys.shape[3]
+    is_listed = shortlist >= 0
+    blocks = torch.where(is_listed, shortlist, 0).to(torch.int64)
     places = digest_table[lanes.clamp_min(0)].gather(1, blocks.flatten(1)).view_as(blocks)
     # What a table holds for padding may be no place.
-    source = torch.where(valid, places, 0).to(torch.int64) * kv_heads
-    source = (source + torch.arange(kv_heads, device=device)[:, None]).flatten(1)
+    source = torch.where(is_listed, places, 0).to(torch.int64) * kv_heads
+    source = (source + torch.arange(kv_heads, device=lanes.device)[:, None]).flatten(1)
     missing = (0, 4 * size - head_dim // 2)  # coordinates that make whole bytes
     grouped = slow_coordinates(queries.to(torch.float32)).view(entries, rows, kv_heads, -1, head_dim // 2)
     grouped = F.pad(grouped.transpose(1, 2).flatten(2, 3), missing).mul_(head_dim**-0.5)
     # Levels stay where they are in a byte: those of a plane are as many times too large.
-    ratio = torch.tensor([1 / (LEVELS - 1) / LEVELS**plane for plane in range(4)], device=device)
-    ratio = ratio.repeat_interleave(size)[:, None]
+    ratio = [1 / (LEVELS - 1) / LEVELS**plane for plane in range(4)]
+    ratios = torch.tensor(ratio, device=lanes.device).repeat_interleave(size)
     found = grouped.new_empty(*grouped.shape[:3], count)
-    # One entry's keys fit in a cache. Blocks come last: there are many, and all else of a block is the same for many.
-    bits = torch.empty(kv_heads, 4, size * BLOCK_SIZE * count, dtype=torch.uint8, device=device)
-    levels = grouped.new_empty(kv_heads, 4 * size, BLOCK_SIZE, count)
-    for entry, own in enumerate(source):
-        extremes = F.pad(digests.extremes.flatten(0, 1).index_select(0, own).to(torch.float32), missing)
-        least, most = extremes.view(kv_heads, count, 2, -1).permute(2, 0, 3, 1)
-        packed = digests.keys.flatten(0, 1).index_select(0, own).view(kv_heads, count, BLOCK_SIZE, size)
-        packed = packed.permute(0, 3, 2, 1).contiguous().view(kv_heads, -1)
-        for plane, mask in enumerate(PLANES):
-            torch.bitwise_and(packed.view(torch.int32), mask, out=bits.view(torch.int32)[:, plane])
-        levels.copy_(bits.view_as(levels)).mul_(((most - least) * ratio)[:, :, None])
-        by_key = (grouped[entry] @ levels.flatten(2)).unflatten(2, (BLOCK_SIZE, count))
-        by_key.add_((grouped[entry] @ least)[:, :, None]).nan_to_num_(nan=-MOST).clamp_(-MOST, MOST)
-        top = by_key.amax(dim=2, keepdim=True)
-        found[entry] = by_key.sub_(top).exp_().sum(dim=2).log_().add_(top[:, :, 0])
+    for own, queried, logit in zip(source, grouped, found, strict=True):  # one entry's keys fit in a cache
+        extremes, keys = (table.flatten(0, 1).index_select(0, own) for table in digests)
+        least, most = F.pad(extremes.to(torch.float32), missing).unbind(1)
+        keys = _split_planes(keys).to(torch.float32).mul_(((most - least) * ratios)[:, None])
+        by_key = (queried @ keys.view(kv_heads, -1, 4 * size).transpose(1, 2)).unflatten(2, (count, -1))
+        by_key += (queried @ least.view(kv_heads, count, -1).transpose(1, 2))[..., None]
+        by_key = by_key.nan_to_num_(nan=-MOST).clamp_(-MOST, MOST)
+        # Sums over what is not side by side are quicker.
+        logit.copy_(by_key.transpose(2, 3).contiguous().logsumexp(dim=2))
     found = found.view(entries, kv_heads, rows, -1, count).permute(0, 2, 1, 4, 3).to(logits.dtype)
     at = blocks[:, None, :, :, None].expand_as(found)
     # Behind a list's end, block 0 stays as it is: it is never listed.
-    logits.scatter_(3, at, torch.where(valid[:, None, :, :, None], found, logits.gather(3, at)))
+    logits.scatter_(3, at, torch.where(is_listed[:, None, :, :, None], found, logits.gather(3, at)))
+
+
+def _split_planes(keys: torch.Tensor) -> torch.Tensor:
+    """[..., 4 * bytes] uint8, of [..., bytes]: each plane's levels, where they are in a byte. Several bytes at a time."""
+    size = keys.shape[-1]
+    word = torch.int64 if size % 8 == 0 else torch.int32 if size % 4 == 0 else torch.uint8
+    masks = (int.from_bytes([3 << shift] * word.itemsize, "little", signed=word.is_signed) for shift in (0, 2, 4, 6))
+    return torch.cat([keys.view(word) & mask for mask in masks], dim=-1).view(torch.uint8)
 
 
 @triton.jit

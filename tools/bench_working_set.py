@@ -62,7 +62,7 @@ def inverse_of(slot_block: torch.Tensor, blocks: int) -> torch.Tensor:
 
 WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (128, 256, 512, 1024))
 TILES = ((64, 4, 512), (128, 4, 512), (128, 8, 512), (256, 8, 512), (128, 4, 1024))
-KEYS = ((8, 4, 512), (16, 4, 512), (16, 4, 1024), (32, 8, 512))
+KEYS = ((8, 1, 2, 8192), (8, 1, 3, 8192), (8, 1, 4, 2560), (8, 1, 4, 20480), (16, 1, 4, 8192), (16, 2, 4, 8192))
 LOGITS = tuple({"NUMBERS_PER_WARP": 4 * width["NUMBERS_PER_WARP"]} for width in WIDTHS)
 
 
@@ -105,7 +105,15 @@ def ranking_parts(lanes: torch.Tensor, start: torch.Tensor, maps: Any) -> Iterat
     yield Part("shortlist_blocks, and a copy of logits", shortlist, *bounds, (shortlist_blocks, LOGITS)), listed
     keys = functools.partial(score_keys.score_keys, queries, digests, table, lanes, listed, logits)
     num_bytes = 1.0 * listed.numel() / places / KV_HEADS * (digests.extremes.nbytes + digests.keys.nbytes)
-    yield Part("score_keys", keys, *on_device(num_bytes), (score_keys, knobs(KEYS, "TILE", "NUM_WARPS", "PROGRAMS"))), 0
+    yield (
+        Part(
+            "score_keys",
+            keys,
+            *on_device(num_bytes),
+            (score_keys, knobs(KEYS, "TILE", "NUM_WARPS", "NUM_STAGES", "PROGRAMS")),
+        ),
+        0,
+    )
     rank = functools.partial(rank_blocks.rank_blocks, logits, maps.block_slot, lanes, start, SLOTS - 1)
     num_bytes = 1.0 * logits.nbytes + (3 + 2 * 4 + 4.0) * maps.block_slot.numel()
     scores, wanted, *_ = rank()
