@@ -7,9 +7,9 @@ with min, max, levels and the slow coordinates as in build_digests.py: a second 
 extremes (score_blocks.py, shortlist_blocks.py), of both rows at once. No logit of a key is further than MOST from zero,
 and one that is no number is -MOST.
 
-On a GPU, where queries have 16 bits, keys are made in float16, for tensor cores. A level becomes one by a mask, since
-1 + level / 4 and 1 + level / 16 are numbers of float16 whose last bits but some zeros are the level; so for whichever
-of the two takes fewer shifts, with s = 4 or 16,
+On a GPU, where queries have 16 bits and head_dim is a multiple of 32, keys are made in float16, for tensor cores. A
+level becomes one by a mask, since 1 + level / 4 and 1 + level / 16 are numbers of float16 whose last bits but some
+zeros are the level; so for whichever of the two takes fewer shifts, with s = 4 or 16,
 
     key = (1 + level / s) a + (min - a)      a = s (max - min) / 3
 
@@ -131,7 +131,7 @@ def score_keys_reference(
 
 
 def _split_planes(keys: torch.Tensor) -> torch.Tensor:
-    """[..., 4 * bytes] uint8, of [..., bytes]: each plane's levels, where they are in a byte. Several bytes at a time."""
+    """[..., 4 * bytes] uint8, of [..., bytes]: each plane's levels, where they are in a byte."""
     size = keys.shape[-1]
     word = torch.int64 if size % 8 == 0 else torch.int32 if size % 4 == 0 else torch.uint8
     masks = (int.from_bytes([3 << shift] * word.itemsize, "little", signed=word.is_signed) for shift in (0, 2, 4, 6))
@@ -245,7 +245,7 @@ def _score_keys_kernel(
     queries, extremes, keys, digest_table, lanes, shortlist, logits, num_blocks, table_stride, count,
     scale: tl.constexpr, most: tl.constexpr, bits: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr,
     head_dim: tl.constexpr, members: tl.constexpr, columns: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-    block_size: tl.constexpr, tile: tl.constexpr, side_by_side: tl.constexpr,
+    block_size: tl.constexpr, tile: tl.constexpr, side_by_side: tl.constexpr, is_short: tl.constexpr,
 ):  # fmt: skip
     """One program for both rows of one KV head of an entry, and its share of the list, a tile at a time. most: before
     the scale. members, columns: group and 2 * group, padded; size: bytes of a row; width: its words, padded."""
@@ -268,7 +268,6 @@ def _score_keys_kernel(
     block = tl.load(listed + first + t, mask=first + t < stop, other=-1)
     place = tl.load(table + tl.maximum(block, 0))
     half: tl.constexpr = head_dim // 2
-    is_short: tl.constexpr = queries.dtype.element_ty.primitive_bitwidth == 16
     dtype: tl.constexpr = tl.float16 if is_short else tl.float32
     column = tl.arange(0, columns)
     q = queries + (entry * 2 * kv_heads + head) * (group * head_dim)
@@ -330,14 +329,16 @@ def score_keys_triton(
     assert logits.stride() == (*(members * stride for stride in strides), 1), (logits.shape, logits.stride())
     if splits is None:
         splits = choose_splits(entries * kv_heads, count, TILE)
-    if head_dim % 32 == 0:  # planes are of whole words
+    is_whole = head_dim % 32 == 0  # planes are of whole words
+    is_short = is_whole and queries.itemsize == 2
+    if is_whole:
         keys = keys.view(torch.int32)
-        extremes = extremes.view(torch.int32) if queries.itemsize == 2 and extremes.itemsize == 1 else extremes
+        extremes = extremes.view(torch.int32) if is_short and extremes.itemsize == 1 else extremes
     columns, width = max(triton.next_power_of_2(2 * group), 8), max(triton.next_power_of_2(-(-size // 4)), 4)
-    # float32 is for tests: both factors are in registers.
-    num_warps, num_stages = (NUM_WARPS, NUM_STAGES) if queries.itemsize == 2 else (4, 1)
+    # A program of one tile has nothing to load ahead. float32, for tests and rare sizes, has both factors in registers.
+    num_stages = (NUM_STAGES if count > splits * TILE else 2) if is_short else 1
     _score_keys_kernel[(splits * kv_heads, entries)](
         queries, extremes, keys, digest_table, lanes, shortlist, logits, num_blocks, digest_table.stride(0), count,
         head_dim**-0.5, MOST * head_dim**0.5, BITS, kv_heads, group, head_dim, members, columns, size, width,
-        BLOCK_SIZE, TILE, SIDE_BY_SIDE, num_warps=num_warps, num_stages=num_stages,
+        BLOCK_SIZE, TILE, SIDE_BY_SIDE, is_short, num_warps=NUM_WARPS if is_short else 4, num_stages=num_stages,
     )  # fmt: skip
