@@ -31,9 +31,10 @@ from minserve.kernels.lang import BITS, fast_log2, tl, triton
 from minserve.kernels.score_blocks import MOST, score_blocks
 from minserve.kernels.shortlist_blocks import shortlist_blocks
 
-TILE, NUM_WARPS, NUM_STAGES = 8, 1, 4
-"""Blocks that a program scores at a time, its warps, and stages. In one warp numbers never move between threads: with
-more, a tile should have 8 blocks for each."""
+TILE, NUM_WARPS, NUM_STAGES = 8, 1, 2
+"""Blocks that a program scores at a time, its warps, and stages: the same for all numbers of entries, since a lane is made
+sparse by what steps have compiled. In one warp numbers never move between threads: with more, a tile should have 8
+blocks for each."""
 
 PROGRAMS = 8192
 """How many programs are enough to keep a GPU busy: an H200 runs 2,640 at a time."""
@@ -335,10 +336,10 @@ def score_keys_triton(
         keys = keys.view(torch.int32)
         extremes = extremes.view(torch.int32) if is_short and extremes.itemsize == 1 else extremes
     columns, width = max(triton.next_power_of_2(2 * group), 8), max(triton.next_power_of_2(-(-size // 4)), 4)
-    # A program of one tile has nothing to load ahead. float32, for tests and rare sizes, has both factors in registers.
-    num_stages = (NUM_STAGES if count > splits * TILE else 2) if is_short else 1
+    # float32, for tests and rare sizes, has both factors in registers.
+    num_warps, num_stages = (NUM_WARPS, NUM_STAGES) if is_short else (4, 1)
     _score_keys_kernel[(splits * kv_heads, entries)](
         queries, extremes, keys, digest_table, lanes, shortlist, logits, num_blocks, digest_table.stride(0), count,
         head_dim**-0.5, MOST * head_dim**0.5, BITS, kv_heads, group, head_dim, members, columns, size, width,
-        BLOCK_SIZE, TILE, SIDE_BY_SIDE, is_short, num_warps=NUM_WARPS if is_short else 4, num_stages=num_stages,
+        BLOCK_SIZE, TILE, SIDE_BY_SIDE, is_short, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

@@ -62,7 +62,7 @@ def inverse_of(slot_block: torch.Tensor, blocks: int) -> torch.Tensor:
 
 WIDTHS = tuple({"NUMBERS_PER_WARP": number} for number in (128, 256, 512, 1024))
 TILES = ((64, 4, 512), (128, 4, 512), (128, 8, 512), (256, 8, 512), (128, 4, 1024))
-KEYS = ((8, 1, 2, 8192), (8, 1, 3, 8192), (8, 1, 4, 2560), (8, 1, 4, 20480), (16, 1, 4, 8192), (16, 2, 4, 8192))
+KEYS = ((8, 1, 3, 8192), (8, 1, 4, 8192), (8, 1, 2, 2560), (8, 1, 2, 20480), (16, 2, 2, 8192))
 LOGITS = tuple({"NUMBERS_PER_WARP": 4 * width["NUMBERS_PER_WARP"]} for width in WIDTHS)
 
 

@@ -34,7 +34,7 @@ memcheck() {
     accept_drafts.py::test_tokens_count_up_to_the_first_wrong_draft
     adjust_logits.py::test_every_lane_has_its_own_adjustments
     adjust_logits.py::test_tokens_are_counted_for_lanes_with_penalties_alone
-    build_digests.py::test_places_hold_the_extremes_of_keys_and_other_places_stay
+    build_digests.py::test_places_hold_extremes_and_levels_of_keys_and_other_places_stay
     decode_attention.py::test_rows_of_one_entry_each_see_their_own_length
     decode_attention.py::test_the_number_of_splits_changes_nothing
     fetch_accounts.py::test_a_step_runs_again_where_more_is_lacking_and_what_it_fetches_is_counted
@@ -56,7 +56,9 @@ memcheck() {
     rms_norm.py::test_eps_bounds_what_a_row_of_nearly_nothing_becomes
     sampling.py::test_each_row_of_an_entry_draws_by_its_lane_at_a_position_of_its_own
     score_blocks.py::test_logits_of_any_number_of_blocks_are_those_in_higher_precision
+    score_keys.py::test_so_they_do_with_heads_as_models_have_them
     select_blocks.py::test_the_plan_of_many_blocks_and_slots_follows_too
+    shortlist_blocks.py::test_a_list_has_the_blocks_that_are_worth_most
     silu_mul.py::test_large_gates_neither_overflow_nor_vanish
     sparse_rows.py::test_every_row_is_told_its_keys_in_an_order_and_where_its_own_goes
     step_inputs.py::test_rows_behind_a_lane_s_end_are_stored_nowhere_and_see_no_further_than_it
