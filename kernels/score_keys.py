@@ -32,8 +32,8 @@ from minserve.kernels.score_blocks import MOST, score_blocks
 from minserve.kernels.shortlist_blocks import shortlist_blocks
 
 TILE, NUM_WARPS, NUM_STAGES = 8, 1, 2
-"""Blocks that a program scores at a time, its warps, and stages: the same for all numbers of entries, since a lane is made
-sparse by what steps have compiled. In one warp numbers never move between threads: with more, a tile should have 8
+"""Blocks that a program scores at a time, its warps, and stages: the same for all numbers of entries, since a lane is
+made sparse by what steps have compiled. In one warp numbers never move between threads: with more, a tile should have 8
 blocks for each."""
 
 PROGRAMS = 8192
