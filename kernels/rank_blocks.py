@@ -53,7 +53,8 @@ class Ranking(NamedTuple):
 def rank_blocks(
     logits: torch.Tensor, block_slot: torch.Tensor, lanes: torch.Tensor, ring_start: torch.Tensor, count: int
 ) -> Ranking:
-    """logits: [entries, 2, kv_heads, blocks, group] float16 or float32, as `score_blocks` returns them
+    """logits: [entries, 2, kv_heads, blocks, group] float16 or float32, as `score_blocks` returns them: on a CPU of one
+        row, too, which stands for both
     block_slot: [num_lanes, kv_heads, max_blocks] int32, as in `SlotMaps`; blocks <= max_blocks
     lanes: [entries] int64, -1: padding, of whose logits all are -inf
     ring_start: [entries] int64, the first block in the ring of this step's rows
@@ -61,7 +62,8 @@ def rank_blocks(
     """
     entries, rows, kv_heads, num_blocks, _ = logits.shape
     max_blocks = block_slot.shape[2]
-    assert (rows, kv_heads) == (2, block_slot.shape[1]), (logits.shape, block_slot.shape)
+    assert kv_heads == block_slot.shape[1], (logits.shape, block_slot.shape)
+    assert rows == 2 or (rows == 1 and not logits.is_cuda), logits.shape
     assert logits.dtype in (torch.float16, torch.float32), logits.dtype
     assert (num_blocks <= max_blocks, block_slot.dtype) == (True, torch.int32), (num_blocks, block_slot)
     for numbers in (lanes, ring_start):
@@ -81,10 +83,11 @@ def rank_blocks_reference(
     scores = (logits - 0.5 * norms).logsumexp(dim=4) + HELD_AHEAD * held[:, None]
     wanted = keep_best_reference(scores, count)
     behind_ring = torch.arange(num_blocks, device=lanes.device) < ring_start[:, None]
-    missing = wanted[:, NORMAL] & ~held & behind_ring[:, None]
-    shares = (logits[:, NORMAL] - norms[:, NORMAL]).exp_().mul_(missing[..., None])
-    worth = wanted[:, NORMAL] & (~missing | (shares.mean(dim=3) > LEAST_SHARE))
+    missing = wanted[:, -1] & ~held & behind_ring[:, None]
+    shares = (logits[:, -1] - norms[:, -1]).exp_().mul_(missing[..., None])
+    worth = wanted[:, -1] & (~missing | (shares.mean(dim=3) > LEAST_SHARE))
     lacking = shares.square_().sum(dim=2).mean(dim=2)
+    wanted = wanted.expand(-1, 2, -1, -1).contiguous()
     return Ranking(scores[:, LOOKAHEAD].contiguous(), wanted, lacking, worth)
 
 

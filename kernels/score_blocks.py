@@ -66,7 +66,7 @@ def score_blocks(
 ) -> torch.Tensor:
     """Returns logits, [entries, 2 (lookahead, normal), kv_heads, blocks, heads / kv_heads], of the dtype above.
 
-    queries: [entries, 2, heads, head_dim], after RoPE
+    queries: [entries, 2, heads, head_dim], after RoPE; on a CPU one row, too, which stands for both
     extremes: [places, kv_heads, 2 (min, max), head_dim / 2], one layer's, of numbers of E4M3
     digest_table: [num_lanes, blocks] int32, the place of each block's digest, -1: none; anything behind a lane's end.
         It may be the first columns of a wider table: as many as `end` needs.
@@ -76,7 +76,7 @@ def score_blocks(
     """
     entries, rows, heads, head_dim = queries.shape
     kv_heads = extremes.shape[1]
-    assert (rows, heads % kv_heads) == (2, 0), (queries.shape, extremes.shape)
+    assert (rows in (1, 2), rows == 2 or not queries.is_cuda, heads % kv_heads) == (True, True, 0), queries.shape
     assert extremes.shape[1:] == extremes_shape(kv_heads, head_dim), (queries.shape, extremes.shape)
     assert (digest_table.dim(), digest_table.dtype) == (2, torch.int32), (digest_table.shape, digest_table.dtype)
     assert digest_table.stride(1) == 1, digest_table.stride()

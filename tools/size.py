@@ -18,7 +18,7 @@ ROOMS = ("minserve", "kernels", "models", "tools", "tests")
 WARN_FILE_LINES = 250
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 70
-BUDGET_CODE_LINES = 22850
+BUDGET_CODE_LINES = 23250
 """Lines of code outside tests/. A commit may raise it, and says why.
 
 6000 was a guess made before the HTTP surface was there. 7500: the dense server took 6450, part of it to refuse by name
@@ -39,7 +39,8 @@ somebody looks at the page (130); a crowd of long requests and one long text, ti
 beside vLLM (1000). 22550: the link's budget (60), ranking in two kernels, with digests that are found by it to say more
 (150), and 8-bit host blocks in the benchmark (40). 22750: what is done once in a sparse step by a kernel where it was a
 dozen, beside the torch that a CPU runs (70), and what ranks and selects, timed alone (40). 22850: order between the
-halves of a step by flags in the GPU's memory (80), and fetches with two blocks under way (20).
+halves of a step by flags in the GPU's memory (80), and fetches with two blocks under way (20). 23250: a second look at
+blocks: digests of two kinds, shortlists (120), and scores by levels, two numbers of float16 at a time (280).
 """
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -17,6 +17,7 @@ from minserve.kernels.build_digests import Digests
 from minserve.kernels.fetch_blocks import HERE, fetch_blocks
 from minserve.kernels.rank_blocks import Ranking, rank_blocks
 from minserve.kernels.retire_block import retire_block
+from minserve.kernels.score_blocks import LOOKAHEAD, NORMAL
 from minserve.kernels.score_keys import expect_in_blocks
 from minserve.kernels.select_blocks import FetchPlan, SlotMaps, select_blocks
 from minserve.kernels.shortlist_blocks import shortlist_length
@@ -93,6 +94,8 @@ class LayerGroup:
         """
         sets = self._sets
         queries = sets.queries[self.part, own].flatten(0, 1)
+        if self._cut and torch.equal(queries[:, LOOKAHEAD], queries[:, NORMAL]):
+            queries = queries[:, :1].contiguous()  # nobody looks ahead by another row than the last token's own
         count = shortlist_length(sets.num_slots)
         logits = expect_in_blocks(queries, self._digests, stack.places, stack.rows, end, count)
         return rank_blocks(logits, self._maps.block_slot, stack.lanes, ring_start, sets.num_slots - 1)

@@ -284,6 +284,23 @@ def test_a_captured_background_with_pinned_host_blocks_equals_the_cpu(cap, allow
         server.accept()
 
 
+def test_on_a_cpu_one_row_stands_for_two_that_are_the_same():
+    server = Server(torch.device("cpu"), 4, 2, 1000, integers=False)
+    server.num_tokens.fill_((MAX_BLOCKS - 1) * BLOCK_SIZE)
+    keys = torch.randn(3 * MAX_BLOCKS, KV_HEADS, 2, BLOCK_SIZE, HEAD_DIM)
+    build_digests(keys, server.digests, *2 * (torch.arange(3 * MAX_BLOCKS),))
+    one = torch.randn(len(LANES), 1, KV_HEADS * GROUP, HEAD_DIM)
+    rankings = []
+    for queries in (one, one.expand(-1, 2, -1, -1).contiguous()):
+        tables = (server.digests, server.host_table, server.lanes, torch.full_like(server.lanes, 14), 8)
+        logits = expect_in_blocks(queries, *tables)
+        start = torch.full_like(server.lanes, 13)
+        rankings.append(rank_blocks(logits, server.maps.block_slot, server.lanes, start, 3))
+    assert rankings[0].wanted.any()
+    for one, two in zip(*rankings, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
 def test_no_operation_looks_at_what_tensors_hold():
     """As in a CUDA graph: tensors that hold nothing are enough, and every shape is known."""
 
