@@ -30,7 +30,8 @@ def shortlist_blocks(logits: torch.Tensor, count: int) -> torch.Tensor:
     logits: [entries, 2, kv_heads, blocks, group] float16 or float32, as `score_blocks` returns them
     """
     _, rows, _, num_blocks, _ = logits.shape
-    assert (rows == 2 or not logits.is_cuda, 0 < count <= num_blocks) == (True, True), (logits.shape, count)
+    assert rows == 2 or (rows == 1 and not logits.is_cuda), logits.shape
+    assert 0 < count <= num_blocks, (logits.shape, count)
     assert logits.dtype in (torch.float16, torch.float32), logits.dtype
     run = shortlist_blocks_triton if logits.is_cuda else shortlist_blocks_reference
     return run(logits, count)

@@ -104,7 +104,7 @@ def test_a_list_is_twice_as_long_as_there_are_slots_and_no_shorter_than_4k_token
 
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     logits = torch.zeros(2, 2, 1, 8, 4, device=device)
-    for wrong in ((logits[:, :1], 4), (logits, 9), (logits, 0), (logits.double(), 4)):
+    for wrong in ((torch.cat((logits, logits), dim=1), 4), (logits, 9), (logits, 0), (logits.double(), 4)):
         with pytest.raises(AssertionError):
             shortlist_blocks(*wrong)
 
