@@ -42,12 +42,12 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
     """The configured dtype; else on a GPU the checkpoint's (bfloat16 for a float32 one), on a CPU bfloat16 if the CPU
-    computes in it and float32 if not."""
+    computes in it and the checkpoint is no float32 one, which may say something else in 16 bits and is as quick."""
     if config.dtype != "auto":
         return _torch_dtype(config.dtype)
     if device.type == "cuda":
         return torch.bfloat16 if model.dtype == "float32" else _torch_dtype(model.dtype)
-    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    return torch.bfloat16 if model.dtype != "float32" and cpu_has_bfloat16() else torch.float32
 
 
 def choose_host_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -54,7 +54,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered"),
 ]
 
-MODEL = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 48, "head_dim": 64}
+MODEL = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 48, "head_dim": 64, "rope_theta": 30.0}
 
 
 def device_batch(page_table, lanes, lengths, kv):

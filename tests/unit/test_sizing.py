@@ -190,3 +190,25 @@ def test_a_model_that_the_gpus_kernels_do_not_compute_is_refused_on_a_gpu_only()
     sizing.refuse_unsupported(replace(TINY, head_dim=128), torch.device("cuda"))
     with pytest.raises(ConfigError, match="8 dimensions; supported on CUDA are 64 and 128"):
         sizing.refuse_unsupported(TINY, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("device", "checkpoint", "has_bfloat16", "expected"),
+    [
+        ("cuda", "float32", False, torch.bfloat16),
+        ("cuda", "float16", False, torch.float16),
+        ("cpu", "bfloat16", True, torch.bfloat16),
+        ("cpu", "bfloat16", False, torch.float32),
+        ("cpu", "float32", True, torch.float32),
+        ("cpu", "float16", True, torch.bfloat16),
+    ],
+)
+def test_a_dtype_that_nobody_chose_is_what_the_device_is_good_at(
+    monkeypatch, device, checkpoint, has_bfloat16, expected
+):
+    """On a CPU a float32 checkpoint stays what it is: it says something else in 16 bits, for no speed."""
+    monkeypatch.setattr(sizing, "cpu_has_bfloat16", lambda: has_bfloat16)
+    config, model = EngineConfig(model_path="x"), replace(TINY, dtype=checkpoint)
+    assert sizing.choose_dtype(config, model, torch.device(device)) == expected
+    chosen = replace(config, dtype="float16")
+    assert sizing.choose_dtype(chosen, model, torch.device(device)) == torch.float16
