@@ -34,7 +34,6 @@ def parse_args() -> argparse.Namespace:
     add("--new-tokens", type=int, default=100, metavar="N")
     add("--working-set-blocks", type=int, default=64, metavar="K")
     add("--repeats", type=int, default=3, metavar="N")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     return parser.parse_args()
 
 
@@ -43,7 +42,6 @@ def main() -> None:
     prompt = Texts(ensure_default_model(), None).asked(0, args.context)
     options: dict[str, Any] = {
         "device": "cpu",
-        "dtype": args.dtype,
         "max_model_len": args.context + args.new_tokens,
         "max_num_seqs": 1,
         "kv_cache_memory": HOST_BYTES,
