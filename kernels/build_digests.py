@@ -21,11 +21,15 @@ it is full and all of its tokens are accepted.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from minserve.config import BLOCK_SIZE
 from minserve.kernels.fp8 import CAPABILITY, FP8, FP8_MAX
 from minserve.kernels.lang import tl, triton
 from minserve.kernels.masked_write import write_where
+
+PAGES_AT_ONCE = 64
+"""On a CPU, so that their keys stay in caches."""
 
 LEVELS = 4
 """Of a coordinate of a key, between the least and the greatest of its block: 2 bits."""
@@ -106,31 +110,24 @@ def build_digests(kv: torch.Tensor, digests: Digests, pages: torch.Tensor, place
 
 
 def build_digests_reference(kv: torch.Tensor, digests: Digests, pages: torch.Tensor, places: torch.Tensor) -> None:
-    valid = places >= 0
-    keys = slow_coordinates(kv[torch.where(valid, pages, 0), :, 0])
-    extremes = torch.stack(torch.aminmax(keys, dim=2), dim=2).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-    least, most = extremes.to(torch.float32).unsqueeze(2).unbind(3)
-    above, span = keys.to(torch.float32) - least, most - least
-    levels = torch.stack([above * 6 > span * odd for odd in (1, 3, 5)]).sum(dim=0, dtype=torch.uint8)
-    write_where(digests.extremes, places, extremes.to(digests.extremes.dtype), valid)
-    write_where(digests.keys, places, pack_levels(levels), valid)
+    for page, place in zip(pages.split(PAGES_AT_ONCE), places.split(PAGES_AT_ONCE), strict=True):
+        valid = place >= 0
+        keys = slow_coordinates(kv[torch.where(valid, page, 0), :, 0]).to(torch.float32).contiguous()
+        extremes = torch.stack((keys.amin(dim=2), keys.amax(dim=2)), dim=2).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+        least, most = extremes.to(torch.float32).unsqueeze(2).unbind(3)
+        above, span = keys.sub_(least).mul_(6), most - least
+        levels = (above > span).to(torch.uint8)
+        for odd in (3, 5):
+            levels += above > span * odd
+        write_where(digests.extremes, place, extremes.to(digests.extremes.dtype), valid)
+        write_where(digests.keys, place, pack_levels(levels), valid)
 
 
 def pack_levels(levels: torch.Tensor) -> torch.Tensor:
     """[..., slow coordinates] uint8, as bytes of `Digests`."""
-    size = levels.shape[-1]
-    quarters = torch.nn.functional.pad(levels, (0, -size % 4)).unflatten(-1, (4, -1))
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=levels.device)
-    packed: torch.Tensor = (quarters << shifts[:, None]).sum(dim=-2, dtype=torch.uint8)
+    first, second, third, fourth = F.pad(levels, (0, -levels.shape[-1] % 4)).unflatten(-1, (4, -1)).unbind(-2)
+    packed: torch.Tensor = first | second << 2 | third << 4 | fourth << 6
     return packed
-
-
-def unpack_levels(keys: torch.Tensor, size: int) -> torch.Tensor:
-    """[..., size] uint8: the other way round. Several bytes at a time: they are not shifted one by one as quickly."""
-    width = keys.shape[-1]
-    word = torch.int64 if width % 8 == 0 else torch.int32 if width % 4 == 0 else torch.uint8
-    words, mask = keys.view(word), int.from_bytes([LEVELS - 1] * word.itemsize, "little")
-    return torch.cat([(words >> shift) & mask for shift in range(0, 8, 2)], dim=-1).view(torch.uint8)[..., :size]
 
 
 @triton.jit

@@ -3,7 +3,8 @@
     allowance = min(allowance + more, most), in each layer, of who takes part; a step that runs again adds nothing, as a
                 lane has what it has for a token. Later less what is fetched, which is misses - cut
     again     = the mean of lacking over layers and KV heads > retry_above, unless the lane is running again
-                already; for UNSETTLED_STEPS behind a step that ran again > SOONER * retry_above is enough
+                already; in a lane's first step, and for UNSETTLED_STEPS behind one that ran again,
+                > SOONER * retry_above is enough
     totals    = the counters, summed over layers and heads; misses with what the lane's last step fetched late, which is
                 known when its own result is on its way
 
@@ -25,9 +26,12 @@ COUNTERS = 5
 UNSETTLED_STEPS, SOONER = 4, 0.22
 """Needles are found by it that one threshold loses, at the same share of steps on own text (tools/NOTES.md)."""
 
-FRESH, SETTLED = UNSETTLED_STEPS, 2**30
-"""Steps since it ran again: of a lane that has just become sparse, whose first step is unsettled too, as it asks for
-what nobody knew of when its slots were filled; and the most that is counted."""
+JUST_SPARSE = UNSETTLED_STEPS
+"""Steps since it ran again, of a lane that has just become sparse: so its first step is unsettled, as it asks for what
+nobody knew of when its slots were filled."""
+
+SETTLED = 2**30
+"""The same of a lane that never ran again, or not for long: no more are counted."""
 
 
 class Accounts(NamedTuple):

@@ -1,11 +1,12 @@
 """Which blocks a KV head wants, from what its query heads expect to find in them, and what of that is lacking.
 
-With p_h(j) the logit that head h of a group expects in block j (score_blocks.py), sums over ranked j:
+With p_h(j) the logit that head h of a group expects in block j (score_keys.py), sums over ranked j, which are those on
+a shortlist:
 
     norm_h   = log sum_j exp p_h(j)
     score(j) = log sum_h exp(p_h(j) - norm_h / 2), and HELD_AHEAD more if one of the KV head's slots holds j
     wanted   = the `count` best of each row, of equal scores the lower block first
-    share(j) = exp(p_h(j) - norm_h), of the head's attention, that it may expect in block j
+    share(j) = exp(p_h(j) - norm_h), of the head's attention to these, that it may expect in block j
     lacking  = mean over h of the sum of share(j)^2 over the missing j: those that the normal row wants, that are in no
                slot, and before the ring
     worth    = what the normal row wants, but for the missing whose mean share over h is LEAST_SHARE or less: so a step

@@ -13,8 +13,7 @@ zeros are the level; so for whichever of the two takes fewer shifts, with s = 4 
 
     key = (1 + level / s) a + (min - a)      a = s (max - min) / 3
 
-is one instruction for two coordinates. It is off by about 2^-8 of max - min at most, where the level is
-by a sixth.
+is one instruction for two coordinates. It is off by about 2^-7 of max - min at most, where the level is by a sixth.
 
 A program's matrices have a row for each token of each block, tokens first, so that a block's 16 logits end up in one
 thread, and a block's extremes serve all of its tokens. A row of a digest is read as words of 4 bytes, 16 coordinates:

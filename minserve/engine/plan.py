@@ -77,10 +77,10 @@ class SparsePolicy:
     """How a sparse lane chooses its blocks.
 
     looks_ahead: by the draft row behind those that it verifies, else by the normal row. num_verified: drafts that one
-    step accepts at most. cap: blocks that a KV head of a layer takes in per step at most. retry_above: the share of
-    the normal row's attention, as expected by digests, in blocks that it wants and has not (mean over layers and heads)
-    above which a step accepts nothing, fetches what matters of these, and runs again, and sooner for some steps behind
-    it; None: never.
+    step accepts at most. cap: blocks that a KV head of a layer takes in per step at most. retry_above: what is lacking
+    of the normal row's attention (kernels/rank_blocks.py; mean over layers and heads) above which a step accepts
+    nothing, fetches what matters of it, and runs again, sooner in the first step and for some behind one that ran
+    again; None: never.
     """
 
     looks_ahead: bool

@@ -42,7 +42,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
     """The configured dtype; else on a GPU the checkpoint's (bfloat16 for a float32 one), on a CPU bfloat16 if the CPU
-    computes in it and the checkpoint is no float32 one, which may say something else in 16 bits and is as quick."""
+    computes in it and the checkpoint is no float32 one, which may say something else in 16 bits."""
     if config.dtype != "auto":
         return _torch_dtype(config.dtype)
     if device.type == "cuda":

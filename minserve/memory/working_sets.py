@@ -17,7 +17,7 @@ from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import Demotion, StepPlan
 from minserve.kernels.build_digests import Digests, build_digests, digest_dtype, digest_shapes
 from minserve.kernels.demote_lane import demote_lane, rank_for_demotion
-from minserve.kernels.fetch_accounts import FRESH, SETTLED
+from minserve.kernels.fetch_accounts import JUST_SPARSE, SETTLED
 from minserve.kernels.score_blocks import LOOKAHEAD
 from minserve.kernels.select_blocks import SlotMaps
 from minserve.kernels.sparse_rows import RING
@@ -71,7 +71,8 @@ class WorkingSets:
     allowance: [layers, lanes] int32                     blocks that a lane may still fetch in a layer
     refills: [2 (more, most), lanes] int64               what a step adds to that, and how much there may be then
     looks_ahead: [lanes] bool; num_verified, cap: [lanes] int64; retry_above: [lanes] float32, inf: never
-    since_retry: [lanes] int32                           steps since the lane had to run again, 0 in the one that does
+    since_retry: [lanes] int32                           steps since the lane had to run again, 0 in the one that does;
+                                                         JUST_SPARSE at first
     late: [lanes + 1] int64                              blocks that were fetched for that, which its next step counts;
                                                          the last is nobody's: what padding writes goes there
     by_layer: [layers, 4 (hits, misses, cut, surprises)] int64, of all lanes and heads so far
@@ -188,7 +189,7 @@ class WorkingSets:
             self._set_hosts(torch.full_like(places, lane), torch.arange(start, device=device), places)
         table = to_device([*demotion.slot_pages, *demotion.ring_pages], torch.int32, device)
         self.page_table[lane, :columns] = table
-        self.sparse[lane], self.since_retry[lane], self.ring_start[lane] = True, FRESH, start
+        self.sparse[lane], self.since_retry[lane], self.ring_start[lane] = True, JUST_SPARSE, start
         self.looks_ahead[lane], self.num_verified[lane] = policy.looks_ahead, policy.num_verified
         self.cap[lane] = policy.cap
         self.retry_above[lane] = torch.inf if policy.retry_above is None else policy.retry_above

@@ -9,7 +9,7 @@ import torch
 from minserve.config import BLOCK_SIZE
 from minserve.engine.plan import SparsePolicy
 from minserve.kernels import rank_blocks
-from minserve.kernels.build_digests import Digests, unpack_levels
+from minserve.kernels.build_digests import Digests
 from minserve.kernels.fetch_accounts import SOONER, UNSETTLED_STEPS
 from minserve.kernels.fp8 import FP8
 from minserve.kernels.fp8_blocks import dequantize_blocks, quantize_blocks
@@ -19,7 +19,7 @@ from minserve.memory.working_sets import WorkingSets
 from minserve.models.config import ModelConfig
 from tests.engine.heads import write_head
 from tests.engine.tiny import CONFIG, tiny_engine
-from tests.kernels.working_sets import slow
+from tests.kernels.working_sets import slow, unpack_levels
 from tools.sparse_lab import SparseLab
 
 # More heads than the tiny model's, norms of queries and keys, and slow coordinates that RoPE turns in so short a text:

@@ -14,12 +14,11 @@ from minserve.kernels.build_digests import (
     digest_shapes,
     pack_levels,
     slow_coordinates,
-    unpack_levels,
 )
 from minserve.kernels.fp8 import FP8
 from minserve.kernels.rope import apply_rope, gather_rope
 
-from .working_sets import E4M3, expected_digest, slow, to_e4m3
+from .working_sets import E4M3, expected_digest, slow, to_e4m3, unpack_levels
 
 BOTH = pytest.mark.parametrize("build", [build_digests_reference, build_digests_triton])
 POISON = 0xA5

@@ -194,7 +194,7 @@ def test_what_is_no_number_in_8_bits_is_ranked_last_but_ranked(device):
 def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     queries, extremes, table, lanes, end = random_case(0, device, torch.float32)
     for wrong in (
-        (queries[:, :1], extremes, table, lanes, end),
+        (torch.cat((queries, queries[:, :1]), dim=1), extremes, table, lanes, end),
         (queries[:, :, :3].contiguous(), extremes, table, lanes, end),
         (queries[..., :2].contiguous(), extremes, table, lanes, end),
         (queries, extremes[:, :, :1].contiguous(), table, lanes, end),

@@ -236,7 +236,7 @@ def test_wrong_shapes_and_dtypes_are_our_mistake(device):
     logits = empty_logits(queries, 2, 12)
     score_keys(queries, digests, table, lanes, shortlist, logits)
     for wrong in (
-        (queries[:, :1], digests, table, lanes, shortlist, logits),
+        (torch.cat((queries, queries[:, :1]), dim=1), digests, table, lanes, shortlist, logits[:, [0, 1, 1]]),
         (queries[:, :, :3].contiguous(), digests, table, lanes, shortlist, logits),
         (queries[..., :2].contiguous(), digests, table, lanes, shortlist, logits),
         (queries, digests._replace(keys=digests.keys[:, :, :8]), table, lanes, shortlist, logits),

@@ -125,6 +125,11 @@ def expected_level(x, least, most):
     return sum(sixths > (most - least) * odd for odd in (1, 3, 5))
 
 
+def unpack_levels(keys, size):
+    """[..., size] levels, of [..., n] bytes, as `Digests` says where they are."""
+    return torch.cat([keys >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)[..., :size]
+
+
 def expected_logit(q, extremes):
     """What one query of head_dim numbers expects to find in a block of these extremes, [min, max][slow]."""
     own = [q[d] for d in slow(len(q))]
