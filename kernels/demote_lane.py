@@ -48,7 +48,7 @@ def rank_for_demotion(
     table = torch.full((num_layers, block_slot.shape[2] if kv.is_cuda else start), -1, dtype=torch.int32, device=device)
     table[:, :start] = own
     end = torch.full_like(lanes, start)
-    queries = query[:, None].expand(-1, 2 if kv.is_cuda else 1, -1, -1).contiguous()
+    queries = query[:, None].expand(-1, 2, -1, -1).contiguous()
     logits = expect_in_blocks(queries, flat, table, lanes, end, shortlist_length(count))
     wanted = rank_blocks(logits, block_slot, lanes, end, count - 1).wanted[:, LOOKAHEAD, :, :start].contiguous()
     wanted[..., 0] = True

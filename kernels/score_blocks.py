@@ -215,7 +215,8 @@ def score_blocks_triton(
     *,
     splits: int | None = None,
 ) -> torch.Tensor:
-    entries, _, heads, head_dim = queries.shape
+    entries, rows, heads, head_dim = queries.shape
+    assert rows == 2, queries.shape  # so many are written
     kv_heads, num_blocks = extremes.shape[1], digest_table.shape[1]
     group = heads // kv_heads
     tile = TILE if queries.itemsize == 2 else 16  # float32 is for tests: both factors are in registers
