@@ -36,13 +36,6 @@ def unwritten(places, kv_heads, head_dim, device, dtype):
     return Digests(extremes, torch.full((places, *keys), POISON, dtype=torch.uint8, device=device))
 
 
-def levels_of(keys, head_dim):
-    """[..., 16, slow coordinates] of [..., 16, bytes], one by one."""
-    size, slow_of_head = keys.shape[-1], head_dim // 2
-    assert size == -(-slow_of_head // 4)
-    return torch.stack([keys[..., d % size] >> 2 * (d // size) & 3 for d in range(slow_of_head)], dim=-1)
-
-
 def key_pages(keys):
     """Pages [n, heads, 2, 16, 2 * slow] of slow coordinates of keys, [n, heads, 16, slow]; no numbers elsewhere."""
     pages, heads, _, slow_of_head = keys.shape
@@ -79,7 +72,7 @@ def test_places_hold_extremes_and_levels_of_keys_and_other_places_stay(
         if place in source:
             expected = [expected_digest(head) for head in kv[source[place], :, 0].tolist()]
             assert extremes.tolist() == [digest.extremes for digest in expected]
-            assert levels_of(keys, head_dim).tolist() == [digest.levels for digest in expected]
+            assert unpack_levels(keys, head_dim // 2).tolist() == [digest.levels for digest in expected]
         else:
             assert bool(extremes.isnan().all()), "written, and nobody asked for it"
             assert bool((keys == POISON).all()), "written, and nobody asked for it"
@@ -106,7 +99,7 @@ def test_a_level_is_within_a_sixth_of_the_span_of_a_key_that_lies_in_it(build, i
     build(kv, digests, ids(range(7), device), ids(range(7), device))
     keys = kv[:, :, 0, :, slow(head_dim)].float()
     least, most = digests.extremes[:7].float().unsqueeze(3).unbind(dim=2)
-    near = least + (most - least) * levels_of(digests.keys[:7], head_dim) / 3
+    near = least + (most - least) * unpack_levels(digests.keys[:7], head_dim // 2) / 3
     assert bool(((near - keys.clamp(least, most)).abs() <= (most - least) / 6 + 1e-5).all())
 
 
@@ -118,7 +111,7 @@ def test_a_key_half_way_between_two_levels_has_the_lower_one(build, device):
     keys = torch.stack((numbers, numbers / 4, numbers.new_full((BLOCK_SIZE,), 2.0), -numbers), dim=1)[None, None]
     digests = unwritten(1, 1, 8, device, torch.float32)
     build(key_pages(keys.to(device)), digests, ids([0], device), ids([0], device))
-    levels = levels_of(digests.keys, 8)[0, 0].T.tolist()
+    levels = unpack_levels(digests.keys, 4)[0, 0].T.tolist()
     assert levels[0] == levels[1] == [0, 3, 0, 1, 0, 1, 2, 2, 3, 1, 2, *[0] * 5]
     assert levels[2] == [0] * BLOCK_SIZE
     assert levels[3] == [3, 0, 2, 2, 2, 1, 1, 0, 0, 2, 1, *[3] * 5]  # 2.5 + 2^-25 is 2.5 in float32
@@ -137,7 +130,7 @@ def test_levels_are_those_between_the_rounded_extremes(build, in_8_bits, device)
     kv[:, :, 0, :, slow(12)[:3]] = keys.to(device)
     build(kv, digests, ids([0], device), ids([0], device))
     assert digests.extremes[0, 0, :, :3].tolist() == [[1.0, -448.0, 1.0], [10.0, 448.0, 1.0]]
-    levels = levels_of(digests.keys, 12)[0, 0].T.tolist()
+    levels = unpack_levels(digests.keys, 6)[0, 0].T.tolist()
     assert levels[0] == [0, 3, 0, 1, 1, 2, 2, 3, *[0] * 8]
     assert levels[1] == [3, 0, 0, 3, 3, 2, 0, 1, *[3] * 8]
     assert levels[2] == [3] * BLOCK_SIZE, "all keys are above both"
@@ -154,7 +147,7 @@ def test_levels_and_extremes_are_the_reference_s_bit_for_bit(build, head_dim, de
         run(kv, target, ids(range(7), device), ids(range(7), device))
     assert torch.equal(digests.keys, expected.keys)
     assert torch.equal(digests.extremes[:7], expected.extremes[:7])
-    assert torch.equal(pack_levels(levels_of(digests.keys[:7], head_dim)), digests.keys[:7])
+    assert torch.equal(pack_levels(unpack_levels(digests.keys[:7], head_dim // 2)), digests.keys[:7])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 6, 10, 64])
@@ -162,7 +155,6 @@ def test_levels_are_packed_a_quarter_of_the_coordinates_in_the_same_bits(size, d
     levels = torch.randint(0, 4, (3, 5, size), dtype=torch.uint8, device=device)
     packed = pack_levels(levels)
     assert packed.shape == (3, 5, -(-size // 4))
-    assert torch.equal(levels_of(packed, 2 * size), levels)
     assert torch.equal(unpack_levels(packed, size), levels)
 
 
@@ -282,4 +274,4 @@ def test_pages_and_digests_past_two_billion_elements_are_found(device):
     build_digests(kv, digests, ids([num_pages - 1], device), ids([num_places - 1], device))
     expected = [expected_digest(keys) for keys in kv[-1, :, 0].tolist()]
     assert digests.extremes[-1].float().tolist() == [digest.extremes for digest in expected]
-    assert levels_of(digests.keys[-1], head_dim).tolist() == [digest.levels for digest in expected]
+    assert unpack_levels(digests.keys[-1], head_dim // 2).tolist() == [digest.levels for digest in expected]

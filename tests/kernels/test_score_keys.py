@@ -12,7 +12,7 @@ from minserve.kernels.fp8 import FP8
 from minserve.kernels.score_blocks import MOST, empty_logits
 from minserve.kernels.score_keys import expect_in_blocks, score_keys, score_keys_reference, score_keys_triton
 
-from .working_sets import Digest, expected_digest, expected_key_logit, expected_logit
+from .working_sets import Digest, expected_digest, expected_key_logit, expected_logit, unpack_levels
 
 INF = float("inf")
 UNTOUCHED = 7.0
@@ -58,21 +58,17 @@ def found(score, queries, digests, table, lanes, shortlist, **options):
     return logits
 
 
-def levels_of(keys, size):
-    """[16][size] levels of a block's [16][n] bytes, as `Digests` says where they are."""
-    return [[row[number % len(row)] >> 2 * (number // len(row)) & 3 for number in range(size)] for row in keys]
-
-
 def expected(queries, digests, table, lanes, shortlist):
     entries, _, heads, head_dim = queries.shape
     kv_heads, num_blocks = shortlist.shape[1], table.shape[1]
-    queries, extremes, keys, table = (x.tolist() for x in (queries.float(), digests[0].float(), digests[1], table))
+    extremes, levels = digests.extremes.float(), unpack_levels(digests.keys, head_dim // 2)
+    queries, extremes, levels, table = (x.tolist() for x in (queries.float(), extremes, levels, table))
     logits = torch.full((entries, 2, kv_heads, num_blocks, heads // kv_heads), UNTOUCHED)
     for entry, own in enumerate(shortlist.tolist()):
         for head, blocks in enumerate(own):
             for block in (block for block in blocks if block >= 0):
                 place = table[lanes[entry]][block]
-                digest = Digest(extremes[place][head], levels_of(keys[place][head], head_dim // 2))
+                digest = Digest(extremes[place][head], levels[place][head])
                 for row in range(2):
                     for member in range(heads // kv_heads):
                         q = queries[entry][row][head * (heads // kv_heads) + member]
@@ -226,7 +222,7 @@ def test_only_the_best_by_extremes_are_looked_at_again(device):
         extremes = [digests.extremes[place, 0].tolist() for place in places]
         best = sorted(range(1, 10), key=lambda block: -expected_logit(q, extremes[block]))[:4]
         for block in range(12):
-            levels = levels_of(digests.keys[places[block], 0].tolist(), 4)
+            levels = unpack_levels(digests.keys[places[block], 0], 4).tolist()
             wanted = expected_key_logit(q, Digest(extremes[block], levels)) if block in best else -INF
             assert logits[entry][block] == pytest.approx(wanted, abs=1e-4)
 

@@ -126,8 +126,10 @@ def expected_level(x, least, most):
 
 
 def unpack_levels(keys, size):
-    """[..., size] levels, of [..., n] bytes, as `Digests` says where they are."""
-    return torch.cat([keys >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)[..., :size]
+    """[..., size] levels, of [..., n] bytes, as `Digests` says where they are, one by one."""
+    num_bytes = keys.shape[-1]
+    assert num_bytes == -(-size // 4)
+    return torch.stack([keys[..., d % num_bytes] >> 2 * (d // num_bytes) & 3 for d in range(size)], dim=-1)
 
 
 def expected_logit(q, extremes):
